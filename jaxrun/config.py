@@ -1,0 +1,425 @@
+"""What a run is: frozen dataclasses, every option with its default and its unit, in this one file.
+
+A config file is Python with a `get_config()` that returns a `Config`, or JSON such as the `config.json` of an
+earlier run. `load()` reads either, applies dotted overrides and validates the result strictly; whatever is
+wrong comes out as one `ConfigError` that lists every problem, each with its dotted path and a remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import math
+import traceback
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+
+
+class ConfigError(ValueError):
+    """The user's configuration is at fault. Its message is shown as it is, and the process exits with 78."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    # Scheduled updates; the run ends at this step.
+    num_steps: int = 1000
+    # Sequences per update: all processes, all devices, accumulation included.
+    batch_size: int = 32
+    # Tokens per sequence.
+    seq_len: int = 256
+    # Microbatches per update, run one after another inside the step; the gradient is that of the whole batch.
+    accum_steps: int = 1
+    # Seeds initialisation, dropout and the order of the data.
+    seed: int = 0
+    # Steps between lines in metrics.jsonl, TensorBoard and the log.
+    log_every: int = 10
+    # Steps between evaluations on held-out batches; 0: never.
+    eval_every: int = 0
+    # Held-out batches per evaluation; fewer where the held-out set is smaller.
+    eval_batches: int = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    num_layers: int = 6
+    # Width of the residual stream.
+    d_model: int = 384
+    num_heads: int = 6
+    # Key and value heads, shared by num_heads / num_kv_heads query heads each (grouped-query attention);
+    # null: as many as query heads.
+    num_kv_heads: int | None = None
+    # Width of one head; null: d_model / num_heads.
+    head_dim: int | None = None
+    # Hidden width of the feed-forward block.
+    d_ff: int = 1536
+    vocab_size: int = 256
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = 1e-5
+    positions: Literal["rope", "learned"] = "rope"
+    rope_theta: float = 10_000.0
+    # Llama 3.1's frequency scaling (factor 8 over a context of 8,192); off: plain RoPE.
+    rope_llama3_scaling: bool = False
+    # Positions that a learned position table holds; null: train.seq_len.
+    max_positions: int | None = None
+    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    # Biases on the linear layers and, with layernorm, on the norms.
+    bias: bool = False
+    # The output projection is the embedding, transposed.
+    tied_embedding: bool = False
+    # RMSNorm over each query and key head.
+    qk_norm: bool = False
+    # logits -> cap * tanh(logits / cap); null: off.
+    logit_soft_cap: float | None = None
+    # Weight of log(Z)^2 in the training loss (PaLM, arXiv:2204.02311, section 5); not in what is reported.
+    z_loss: float = 0.0
+    dropout: float = 0.0
+    # gpt2: N(0, 0.02), residual outputs / sqrt(2 L). llama: truncated normal, 1 / sqrt(fan_in), residual
+    # outputs / sqrt(2 L).
+    init: Literal["gpt2", "llama"] = "llama"
+    # One compiled layer run in a loop (true), or all layers written out (false: slower to compile).
+    scan_layers: bool = True
+    # What the backward pass keeps: everything; outputs of the matrix products; the residual stream only.
+    remat: Literal["none", "dots", "full"] = "none"
+    # Compute type. Parameters, optimizer moments and the loss are float32 always.
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    # xla; cudnn (NVIDIA, bfloat16); auto: cudnn where it is supported, else xla.
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    peak_lr: float = 3e-4
+    # Steps of linear warm-up from 0 to peak_lr.
+    warmup_steps: int = 0
+    # cosine: down to final_lr_ratio at the last step. wsd: constant, then linear over the last decay_fraction.
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    final_lr_ratio: float = 0.1
+    decay_fraction: float = 0.2
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    # Decoupled (AdamW); applied to matrices only, unless the two below say otherwise.
+    weight_decay: float = 0.1
+    decay_embeddings: bool = False
+    decay_norms_and_biases: bool = False
+    # Global gradient norm that longer gradients are scaled down to; null: off.
+    clip_norm: float | None = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the mesh axes; their product is the number of devices. -1: what the others leave."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    # "stdlib" (the Python standard library's own text), or a file, folder or glob: .txt, .md, .py, … text,
+    # .jsonl (each also .gz or .zst), or .bin token files.
+    source: str = "stdlib"
+    # How text becomes tokens: bytes (256 ids); chars (the characters of the corpus, sorted).
+    tokenizer: Literal["bytes", "chars"] = "bytes"
+    # The key that holds the text in a JSONL line.
+    text_field: str = "text"
+    # Integer width of .bin token files without a header.
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    # Share of the documents kept for evaluation.
+    eval_fraction: float = 0.05
+    # document: whole documents by a hash of their content. tail: the end of the token stream (nanoGPT's way).
+    eval_split: Literal["document", "tail"] = "document"
+    # Where snapshots and tokenised text are kept; null: $XDG_CACHE_HOME/jaxrun or ~/.cache/jaxrun.
+    cache_dir: str | None = None
+    # Worker processes that read ahead; 0: threads in this process.
+    num_workers: int = 0
+    # Batches read ahead of the step (per worker, where there are workers).
+    prefetch: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    # Steps between saves; 0: only at the end and when stopped.
+    every: int = 500
+    # Newest checkpoints kept.
+    keep: int = 3
+    # Besides those, every step divisible by this is kept for ever; 0: none.
+    keep_every: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    enabled: bool = True
+    # How far before the onset of trouble a rewind goes, in steps.
+    rewind_steps: int = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetryConfig:
+    # TensorBoard event files through CLU (needs TensorFlow); metrics.jsonl is written always.
+    tensorboard: bool = True
+    # Peak FLOP/s of one device for MFU; null: looked up by the device's kind, measured on a CPU.
+    peak_flops: float | None = None
+    # Steps to trace with the profiler, from profile_start on; 0: none.
+    profile_steps: int = 0
+    profile_start: int = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    train: TrainConfig = field(default_factory=TrainConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    # Faults to inject, comma-separated: KIND@WHEN[+LENGTH][:ARG]. For rehearsals only.
+    faults: str = ""
+
+
+_STRICT = pydantic.ConfigDict(extra="forbid", strict=True)
+for _section in (
+    TrainConfig, ModelConfig, OptimConfig, MeshConfig, DataConfig, CheckpointConfig, GuardConfig, TelemetryConfig, Config,
+):  # fmt: skip
+    _section.__pydantic_config__ = _STRICT  # type: ignore[attr-defined]
+
+# A resumed run may change these; a change to anything else under the same prefixes alters what the run means
+# (its model, its data, its numbers' origin) and is refused unless it is asked for by name.
+_MEANING = ("model.", "data.", "train.seed", "train.batch_size", "train.seq_len")
+_FREE = (
+    "model.scan_layers", "model.remat", "model.attention", "data.cache_dir", "data.num_workers", "data.prefetch",
+)  # fmt: skip
+
+
+@functools.cache
+def _adapter() -> pydantic.TypeAdapter[Config]:
+    return pydantic.TypeAdapter(Config)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    return dataclasses.asdict(config)
+
+
+def to_json(config: Config) -> str:
+    return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"b1": 0.9}} -> {"optim.b1": 0.9}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        flat.update(flatten(value, path + ".") if isinstance(value, Mapping) else {path: value})
+    return flat
+
+
+def load(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+    """Reads a config file, applies `overrides` (dotted path, text) in order, and validates the result.
+
+    Raises:
+      ConfigError: one line for each problem, all problems at once.
+    """
+    tree = _read(Path(path))
+    problems = []
+    for dotted, text in overrides:
+        problem = _override(tree, dotted, text)
+        if problem:
+            problems.append(problem)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return validate(tree)
+
+
+def validate(tree: Mapping[str, Any]) -> Config:
+    """The config that a nested dict spells out; `ConfigError` if it does not spell one."""
+    try:
+        # Through JSON, so that a config file, an override and a stored config.json obey the same rules.
+        config = _adapter().validate_json(json.dumps(tree))
+    except (TypeError, ValueError) as error:
+        if not isinstance(error, pydantic.ValidationError):
+            raise ConfigError(f"config: {error}; only numbers, strings, booleans and null belong in one") from None
+        lines = [_explain(e) for e in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+    problems = list(_problems(config))
+    if problems:
+        raise ConfigError("\n".join(f"config.{path}: {text}" for path, text in problems))
+    return config
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted path -> (old, new), for every option whose value differs."""
+    a, b = flatten(old), flatten(new)
+    return {p: (a.get(p), b.get(p)) for p in sorted(a.keys() | b.keys()) if a.get(p) != b.get(p)}
+
+
+def changes_meaning(path: str) -> bool:
+    """Whether changing this option in mid-run makes it another run."""
+    return path.startswith(_MEANING) and path not in _FREE
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1) if path.parent.is_dir() else []
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"{path}: no such config file{hint}")
+    if path.suffix == ".json":
+        try:
+            tree = json.loads(path.read_text())
+        except ValueError as error:
+            raise ConfigError(f"{path}: not JSON ({error})") from None
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path}: holds a {type(tree).__name__}, a config is an object of sections")
+        return tree
+    module = types.ModuleType("jaxrun_config_file")
+    module.__file__ = str(path)
+    try:
+        exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+        if not callable(getattr(module, "get_config", None)):
+            raise ConfigError(f"{path}: defines no get_config(); it has to return a jaxrun.config.Config")
+        config = module.get_config()
+    except ConfigError:
+        raise
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        line = frames[-1].lineno if frames else getattr(error, "lineno", 0)
+        known = _hint_for_keyword(error)
+        raise ConfigError(f"{path}:{line}: {type(error).__name__}: {error}{known}") from None
+    if not isinstance(config, Config):
+        raise ConfigError(f"{path}: get_config() returned a {type(config).__name__}, not a jaxrun.config.Config")
+    return to_dict(config)
+
+
+def _hint_for_keyword(error: Exception) -> str:
+    """For `TrainConfig(num_step=…)`: the nearest right name."""
+    text = str(error)
+    if not isinstance(error, TypeError) or "unexpected keyword argument" not in text:
+        return ""
+    word = text.rsplit("'", 2)[-2]
+    near = difflib.get_close_matches(word, [p.rsplit(".", 1)[-1] for p in _paths()], n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+@functools.cache
+def _paths() -> tuple[str, ...]:
+    return tuple(flatten(to_dict(Config())))
+
+
+def _nearest(path: str) -> str:
+    near = difflib.get_close_matches(path, _paths(), n=1, cutoff=0.6)
+    if not near:  # right option, wrong section
+        near = [p for p in _paths() if p.rsplit(".", 1)[-1] == path.rsplit(".", 1)[-1]][:1]
+    return f"; did you mean config.{near[0]}?" if near else ""
+
+
+def _hint(path: str) -> Any:
+    """The annotated type of an option."""
+    cls: Any = Config
+    for part in path.split("."):
+        cls = typing.get_type_hints(cls)[part]
+    return cls
+
+
+def _override(tree: dict[str, Any], dotted: str, text: str) -> str | None:
+    """Sets tree[dotted] to what `text` spells; returns the problem, if any."""
+    if dotted not in _paths():
+        if any(p.startswith(dotted + ".") for p in _paths()):
+            return f"config.{dotted}: is a section; set one of its options, such as config.{next(p for p in _paths() if p.startswith(dotted + '.'))}"
+        return f"config.{dotted}: unknown option{_nearest(dotted)}"
+    kinds = [_hint(dotted), *typing.get_args(_hint(dotted))]
+    value: Any
+    if text in ("null", "None"):
+        value = None
+    elif str in kinds or any(isinstance(k, str) for k in kinds):
+        value = text
+    else:
+        try:
+            value = json.loads({"True": "true", "False": "false"}.get(text, text))
+        except ValueError:
+            value = text
+    *sections, last = dotted.split(".")
+    node = tree
+    for section in sections:
+        node = node.setdefault(section, {})
+    node[last] = value
+    return None
+
+
+def _explain(error: Any) -> str:
+    path = ".".join(str(p) for p in error["loc"])
+    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"config.{path}: unknown option{_nearest(path)}"
+    known = [p for p in _paths() if path == p or path.startswith(p + ".")]
+    path = known[0] if known else path  # drops pydantic's own names for the arms of a union
+    got = error.get("input")
+    return f"config.{path}: {error['msg'][0].lower()}{error['msg'][1:]}, got {got!r}"
+
+
+def _problems(c: Config) -> Iterator[tuple[str, str]]:
+    """Combinations that cannot work, known without looking at devices or data: (dotted path, what and remedy)."""
+    positive = (
+        "train.num_steps", "train.batch_size", "train.seq_len", "train.accum_steps", "train.log_every", "train.eval_batches",
+        "model.num_layers", "model.d_model", "model.num_heads", "model.num_kv_heads", "model.d_ff", "model.vocab_size",
+        "model.head_dim", "model.max_positions", "model.norm_eps", "model.rope_theta", "model.logit_soft_cap", "optim.peak_lr", "optim.eps",
+        "optim.clip_norm", "checkpoint.keep", "data.prefetch", "telemetry.peak_flops",
+    )  # fmt: skip
+    not_negative = (
+        "train.eval_every", "train.seed", "model.z_loss", "optim.warmup_steps", "optim.weight_decay", "checkpoint.every",
+        "checkpoint.keep_every", "data.num_workers", "telemetry.profile_steps", "telemetry.profile_start", "guard.rewind_steps",
+    )  # fmt: skip
+    share = ("model.dropout", "optim.final_lr_ratio", "optim.decay_fraction", "data.eval_fraction", "optim.b1", "optim.b2")
+    flat = flatten(to_dict(c))
+    for path, value in flat.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield path, f"is {value}; it has to be a finite number"
+    for path in positive:
+        if flat[path] is not None and flat[path] <= 0:
+            yield path, f"is {flat[path]}; it has to be above 0"
+    for path in not_negative:
+        if flat[path] < 0:
+            yield path, f"is {flat[path]}; it cannot be negative"
+    for path in share:
+        top_allowed = path in ("optim.final_lr_ratio", "optim.decay_fraction")
+        if not 0 <= flat[path] <= 1 or (flat[path] == 1 and not top_allowed):
+            yield path, f"is {flat[path]}; it has to lie in [0, 1{']' if top_allowed else ')'}"
+    m, t, o = c.model, c.train, c.optim
+    if m.num_heads > 0 and m.head_dim is None and m.d_model % m.num_heads:
+        yield "model.num_heads", f"{m.num_heads} heads do not divide d_model {m.d_model}; change one, or set model.head_dim"
+    elif m.num_kv_heads is not None and m.num_kv_heads > 0 and m.num_heads % m.num_kv_heads:
+        yield "model.num_kv_heads", f"{m.num_kv_heads} does not divide num_heads {m.num_heads}; use a divisor of it"
+    head_dim = m.head_dim or (m.d_model // m.num_heads if m.num_heads > 0 else 0)
+    if m.positions == "rope" and head_dim % 2:
+        yield "model.head_dim", f"is {head_dim}; RoPE turns pairs of features and needs an even number"
+    if m.positions == "learned" and m.max_positions is not None and m.max_positions < t.seq_len:
+        yield "model.max_positions", f"is {m.max_positions}, shorter than train.seq_len {t.seq_len}; raise it or shorten the sequences"
+    if m.attention == "cudnn" and m.dtype != "bfloat16":
+        yield "model.attention", "cudnn computes in bfloat16; set model.dtype to bfloat16 or model.attention to xla"
+    if t.accum_steps > 0 and t.batch_size % t.accum_steps:
+        yield "train.accum_steps", f"{t.accum_steps} does not divide train.batch_size {t.batch_size}; use a divisor of it"
+    if o.warmup_steps > t.num_steps:
+        yield "optim.warmup_steps", f"{o.warmup_steps} is longer than the run, train.num_steps {t.num_steps}; shorten it"
+    if o.schedule == "wsd" and o.warmup_steps + math.ceil(o.decay_fraction * t.num_steps) > t.num_steps:
+        yield "optim.decay_fraction", f"the decay of {o.decay_fraction:.0%} and {o.warmup_steps} steps of warm-up overlap in {t.num_steps} steps; shorten one"
+    sizes = dataclasses.asdict(c.mesh)
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            yield f"mesh.{axis}", f"is {size}; a size is 1 or more, or -1 for what the others leave"
+    if list(sizes.values()).count(-1) > 1:
+        yield "mesh", "more than one axis is -1; only one can take what the others leave"
+    for axis in ("context", "expert"):
+        if sizes[axis] > 1:
+            yield f"mesh.{axis}", f"is {sizes[axis]}; nothing is sharded over this axis yet, use data, fsdp or tensor"
+    if c.data.tokenizer == "bytes" and 0 < m.vocab_size < 256 and not c.data.source.endswith(".bin"):
+        yield "model.vocab_size", f"is {m.vocab_size}; bytes need 256"

@@ -1,0 +1,112 @@
+"""The run directory's records: events.jsonl, the write-ahead journal, and the lines that other files share with it.
+
+Everything recorded is one strict JSON object a line, appended by a single write, so a reader at any moment finds
+whole lines; a line torn by a crash of the machine was never acknowledged, and is cut off when the next trainer
+opens the file. Non-finite numbers are the strings "nan", "inf" and "-inf".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+EVENTS = "events.jsonl"
+METRICS = "metrics.jsonl"
+
+
+def plain(value: Any) -> Any:
+    """`value` as strict JSON can hold it: NumPy scalars as numbers, non-finite floats as strings."""
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+def dumps(record: Mapping[str, Any]) -> str:
+    return json.dumps(plain(record), allow_nan=False, separators=(", ", ": "))
+
+
+class LineFile:
+    """An append-only file of JSON lines.
+
+    Args:
+      path: created if it is not there.
+      durable: every line is on the disk before `append` returns (fsync).
+    """
+
+    def __init__(self, path: Path, *, durable: bool = False):
+        self._durable = durable
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        _cut_torn_tail(self._fd)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        data = (dumps(record) + "\n").encode()
+        written = os.write(self._fd, data)
+        if written != len(data):  # the disk is full: leave whole lines only
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise OSError(28, "no space left for a record")
+        if self._durable:
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _cut_torn_tail(fd: int, block: int = 65536) -> None:
+    size = end = os.fstat(fd).st_size
+    while end > 0:
+        start = max(0, end - block)
+        newline = os.pread(fd, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end != size:
+        os.ftruncate(fd, end)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a JSON-lines file that may be growing; nothing if there is no such file."""
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield json.loads(line)
+    except FileNotFoundError:
+        return
+
+
+class Journal:
+    """events.jsonl, open for writing. `attempt` is the number that new events carry."""
+
+    def __init__(self, workdir: Path):
+        self.path = workdir / EVENTS
+        self._file = LineFile(self.path, durable=True)
+        self.attempt = 0
+
+    def write(self, kind: str, *, step: int, **fields: Any) -> dict[str, Any]:
+        """Appends one event; it is on the disk when this returns."""
+        event = {"time": time.time(), "step": step, "attempt": self.attempt, "kind": kind, **fields}
+        self._file.append(event)
+        return event
+
+    def events(self) -> list[dict[str, Any]]:
+        return list(read_lines(self.path))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def next_attempt(events: list[dict[str, Any]]) -> int:
+    """The number of the attempt that starts now: 0 in a fresh run, else one more than any before."""
+    return 1 + max((e["attempt"] for e in events), default=-1)
