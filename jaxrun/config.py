@@ -160,9 +160,56 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
+    """How each default was found: docs/guard.md. null: scaled to the run (`jaxrun.guard.Reach`)."""
+
     enabled: bool = True
-    # How far before the onset of trouble a rewind goes, in steps.
-    rewind_steps: int = 2000
+    # --- what is seen
+    # Accepted samples that the statistics are taken over, and how many are needed before they are used.
+    window: int = 128
+    warmup: int = 64
+    # Half-width of the band, in robust standard deviations of the loss and of the logarithm of the gradient norm.
+    outlier_sigma: float = 6.0
+    # A loss within this share of what is expected, or a gradient norm within this factor, is never out of band.
+    loss_floor: float = 0.02
+    norm_floor: float = 2.0
+    # How far the expected loss may climb above the lowest level so far, as a share of that.
+    max_climb: float = 0.1
+    # A step out of band counts 1, or 2 where it is far out or both signals are; a step in band takes 1 away.
+    # A spike is this much.
+    spike_evidence: int = 3
+    # Steps in band in a row that end a spike.
+    calm_steps: int = 10
+    # --- what is done
+    # How far before the onset of trouble a rewind goes, in steps. null: min(2000, num_steps // 10).
+    rewind_steps: int | None = None
+    # Steps that a spike has to heal by itself. null: 50, but not more than rewind_steps, which is what it saves.
+    patience: int | None = None
+    # The most that it gets while it is on its way back. null: 4 * patience, but not more than rewind_steps.
+    max_patience: int | None = None
+    # A loss that settles on a new level at most this share above the old one is taken for the new normal.
+    shift_limit: float = 0.5
+    # Non-finite losses in a row that rewind at once.
+    nonfinite_steps: int = 3
+    # Of skip_window steps, at most max_skips skip their update for the norm; then the limit is lifted. As many
+    # that are not finite rewind.
+    max_skips: int = 16
+    skip_window: int = 128
+    # Batches discarded before the onset, for what leads the loss unseen.
+    skip_margin: int = 5
+    # What a rewind discards: the batches around the onset, or all since the checkpoint.
+    discard: Literal["window", "since_checkpoint"] = "window"
+    # Rewinds within rewind_window steps before the guard gives up. null: min(20000, num_steps).
+    max_rewinds: int = 5
+    rewind_window: int | None = None
+    # Batches discarded in the whole run before the guard gives up. null: max(1000, num_steps // 20).
+    max_discarded_batches: int | None = None
+    # Learning-rate factor after a rewind (compounds while trouble recurs, down to lr_floor), held up to the step
+    # where the rewind was decided, then ramped back to 1 over lr_ramp_steps. null: as many as rewind_steps.
+    lr_factor: float = 0.5
+    lr_floor: float = 0.1
+    lr_ramp_steps: int | None = None
+    # Healthy steps after which a verified checkpoint is good. null: min(100, rewind_steps).
+    healthy_steps: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,10 +421,14 @@ def _problems(c: Config) -> Iterator[tuple[str, str]]:
         "model.num_layers", "model.d_model", "model.num_heads", "model.num_kv_heads", "model.d_ff", "model.vocab_size",
         "model.head_dim", "model.max_positions", "model.norm_eps", "model.rope_theta", "model.logit_soft_cap", "optim.peak_lr", "optim.eps",
         "optim.clip_norm", "checkpoint.keep", "data.prefetch", "telemetry.peak_flops",
+        "guard.outlier_sigma", "guard.loss_floor", "guard.max_climb", "guard.calm_steps", "guard.patience", "guard.max_patience",
+        "guard.shift_limit", "guard.nonfinite_steps", "guard.max_skips", "guard.skip_window", "guard.max_rewinds", "guard.rewind_window",
+        "guard.lr_factor", "guard.lr_floor", "guard.healthy_steps",
     )  # fmt: skip
     not_negative = (
         "train.eval_every", "train.seed", "model.z_loss", "optim.warmup_steps", "optim.weight_decay", "checkpoint.every",
         "checkpoint.keep_every", "data.num_workers", "telemetry.profile_steps", "telemetry.profile_start", "guard.rewind_steps",
+        "guard.skip_margin", "guard.max_discarded_batches", "guard.lr_ramp_steps",
     )  # fmt: skip
     share = ("model.dropout", "optim.final_lr_ratio", "optim.decay_fraction", "data.eval_fraction", "optim.b1", "optim.b2")
     flat = flatten(to_dict(c))
@@ -388,7 +439,7 @@ def _problems(c: Config) -> Iterator[tuple[str, str]]:
         if flat[path] is not None and flat[path] <= 0:
             yield path, f"is {flat[path]}; it has to be above 0"
     for path in not_negative:
-        if flat[path] < 0:
+        if flat[path] is not None and flat[path] < 0:
             yield path, f"is {flat[path]}; it cannot be negative"
     for path in share:
         top_allowed = path in ("optim.final_lr_ratio", "optim.decay_fraction")
@@ -423,3 +474,14 @@ def _problems(c: Config) -> Iterator[tuple[str, str]]:
             yield f"mesh.{axis}", f"is {sizes[axis]}; nothing is sharded over this axis yet, use data, fsdp or tensor"
     if c.data.tokenizer == "bytes" and 0 < m.vocab_size < 256 and not c.data.source.endswith(".bin"):
         yield "model.vocab_size", f"is {m.vocab_size}; bytes need 256"
+    g = c.guard
+    if not 16 <= g.warmup <= g.window:
+        yield "guard.warmup", f"is {g.warmup}; it has to lie between 16 samples and guard.window {g.window}"
+    if g.norm_floor <= 1:
+        yield "guard.norm_floor", f"is {g.norm_floor}; it is a factor above 1"
+    if g.spike_evidence < 3:
+        yield "guard.spike_evidence", f"is {g.spike_evidence}; a single step counts up to 2 and is no spike, use 3 or more"
+    if g.patience is not None and g.max_patience is not None and g.max_patience < g.patience:
+        yield "guard.max_patience", f"is {g.max_patience}, less than guard.patience {g.patience}; raise it"
+    if g.lr_factor > 1 or g.lr_floor > g.lr_factor:
+        yield "guard.lr_factor", f"is {g.lr_factor}, the floor {g.lr_floor}; it takes guard.lr_floor <= guard.lr_factor <= 1"

@@ -15,8 +15,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
+STEPS = "steps.bin"
 
 
 def plain(value: Any) -> Any:
@@ -89,22 +92,48 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 class Journal:
     """events.jsonl, open for writing. `attempt` is the number that new events carry."""
 
-    def __init__(self, workdir: Path):
-        self.path = workdir / EVENTS
-        self._file = LineFile(self.path, durable=True)
-        self.attempt = 0
+    def __init__(self, workdir: Path, attempt: int):
+        self._file = LineFile(workdir / EVENTS, durable=True)
+        self.attempt = attempt
 
-    def write(self, kind: str, *, step: int, **fields: Any) -> dict[str, Any]:
+    def write(self, kind: str, *, step: int, **fields: Any) -> None:
         """Appends one event; it is on the disk when this returns."""
-        event = {"time": time.time(), "step": step, "attempt": self.attempt, "kind": kind, **fields}
-        self._file.append(event)
-        return event
-
-    def events(self) -> list[dict[str, Any]]:
-        return list(read_lines(self.path))
+        self._file.append({"time": time.time(), "step": step, "attempt": self.attempt, "kind": kind, **fields})
 
     def close(self) -> None:
         self._file.close()
+
+
+STEP_RECORD = np.dtype(
+    [
+        ("step", "<i8"), ("batch_index", "<i8"), ("attempt", "<i4"), ("skip_reason", "<i4"),
+        ("loss", "<f4"), ("grad_norm", "<f4"), ("lr_scale", "<f4"), ("grad_limit", "<f4"),
+    ]
+)  # fmt: skip
+
+
+class StepRecords:
+    """steps.bin: loss and norm of every step, bit for bit, whatever is logged. Fixed-size records, append-only."""
+
+    def __init__(self, workdir: Path):
+        self._fd = os.open(workdir / STEPS, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        size = os.fstat(self._fd).st_size
+        os.ftruncate(self._fd, size - size % STEP_RECORD.itemsize)  # torn by a crash of the machine
+
+    def append(self, **fields: Any) -> None:
+        os.write(self._fd, np.array([tuple(fields[name] for name in STEP_RECORD.names)], STEP_RECORD).tobytes())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_steps(workdir: Path) -> np.ndarray:
+    """All records so far, [n] of STEP_RECORD, in the order in which the steps were finished."""
+    try:
+        data = (workdir / STEPS).read_bytes()
+    except FileNotFoundError:
+        data = b""
+    return np.frombuffer(data[: len(data) - len(data) % STEP_RECORD.itemsize], STEP_RECORD)
 
 
 def next_attempt(events: list[dict[str, Any]]) -> int:

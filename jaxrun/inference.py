@@ -1,0 +1,86 @@
+"""A trained model put to use: its loss on all held-out text, and text that it writes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrun import data, models, sharding
+from jaxrun import step as step_lib
+from jaxrun.checkpoint import Checkpointer
+from jaxrun.config import Config, ConfigError, MeshConfig
+
+
+def load(config: Config, workdir: Path, step: int | None) -> tuple[int, models.Params, step_lib.Functions, jax.sharding.Mesh]:
+    """A checkpoint's parameters, split over this process's devices by fsdp."""
+    mesh = sharding.make_mesh(sharding.resolve(MeshConfig(data=1, fsdp=-1), len(jax.devices())))
+    fns = step_lib.build(config)
+    abstract = jax.eval_shape(fns.init, jax.random.key(0))
+    wanted = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, step_lib.state_shardings(fns, mesh))
+    with jax.set_mesh(mesh):
+        checkpoints = Checkpointer.reader(workdir / "checkpoints")
+        steps = checkpoints.steps()
+        if not steps or (step is not None and step not in steps):
+            have = f"there are {', '.join(map(str, steps))}" if steps else "there is none yet"
+            raise ConfigError(f"{workdir}: no checkpoint{'' if step is None else f' of step {step}'}; {have}")
+        step = max(steps) if step is None else step
+        state, _ = checkpoints.restore(step, wanted)
+        checkpoints.close()
+    return step, state.params, fns, mesh
+
+
+def evaluate(config: Config, workdir: Path, *, step: int | None = None) -> dict[str, Any]:
+    """Loss in nats per token over every held-out token once."""
+    step, params, fns, mesh = load(config, workdir, step)
+    t = config.train
+    dataset = data.open_dataset(config.data, seq_len=t.seq_len, vocab_size=config.model.vocab_size, seed=t.seed)
+    batch_size = len(jax.devices()) * max(1, t.batch_size // len(jax.devices()))
+    rows = sharding.local_rows(batch_size, mesh)
+    nll = weight = 0.0
+    with jax.set_mesh(mesh):
+        eval_step = jax.jit(fns.eval_step)
+        for j in range(math.ceil(dataset.num_eval_sequences / batch_size)):
+            held_out = dataset.eval_rows(j, rows, batch_size)
+            arrays = (sharding.from_local_rows(x, rows, batch_size, mesh) for x in (held_out.inputs, held_out.targets, held_out.weights))
+            sums = eval_step(params, step_lib.Batch(*arrays))
+            nll, weight = nll + float(sums.nll), weight + float(sums.weight)
+    if not weight:
+        raise ConfigError(f"{workdir}: its data has no held-out text; set data.eval_fraction")
+    return {"step": step, "eval_loss": nll / weight, "tokens": int(weight)}
+
+
+def print_evaluation(config: Config, workdir: Path, *, step: int | None) -> None:
+    found = evaluate(config, workdir, step=step)
+    loss = found["eval_loss"]
+    print(f"step {found['step']}: held-out loss {loss:.4f} nats/token (perplexity {math.exp(loss):.3f}) over {found['tokens']:,} tokens")
+
+
+def sample(config: Config, workdir: Path, *, step: int | None, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
+    """The prompt and `num_tokens` tokens drawn after it, each seeing the last seq_len tokens."""
+    _, params, fns, mesh = load(config, workdir, step)
+    t = config.train
+    tokenizer = data.open_dataset(config.data, seq_len=t.seq_len, vocab_size=config.model.vocab_size, seed=t.seed).tokenizer
+    window = t.seq_len
+    start = tokenizer.encode(prompt)[-window:]
+    tokens = np.zeros(window, np.int32)
+    tokens[: len(start)] = start
+
+    def draw(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        tokens_T, length, out = carry
+        h_BTD, head_DV = fns.model.apply(params, tokens_T[None])
+        logits_V = (h_BTD[0, length - 1].astype(jnp.float32) @ head_DV)[: tokenizer.vocab_size]
+        key = jax.random.fold_in(jax.random.key(seed), i)
+        token = jnp.where(temperature > 0, jax.random.categorical(key, logits_V / max(temperature, 1e-6)), logits_V.argmax()).astype(jnp.int32)
+        full = length == window
+        tokens_T = jnp.where(full, jnp.roll(tokens_T, -1), tokens_T).at[jnp.where(full, window - 1, length)].set(token)
+        return tokens_T, jnp.minimum(length + 1, window), out.at[i].set(token)
+
+    with jax.set_mesh(mesh):
+        carry = (jnp.asarray(tokens), jnp.int32(len(start)), jnp.zeros(num_tokens, jnp.int32))
+        *_, drawn = jax.jit(lambda c: jax.lax.fori_loop(0, num_tokens, draw, c))(carry)
+    return prompt + tokenizer.decode(np.asarray(drawn))

@@ -1,0 +1,78 @@
+"""JAX's own distributed runtime, started the way the launcher at hand expects it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jaxrun.config import ConfigError
+
+T = TypeVar("T")
+
+_EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+
+
+def start(heartbeat_timeout_s: int = 30) -> None:
+    """Joins the other processes of this run, if the environment says that there are any.
+
+    Explicit addresses (the three JAX_* variables) come first; else Slurm and Open MPI are recognised by JAX itself.
+    A lost peer ends this process within `heartbeat_timeout_s`: JAX aborts it, and whoever started it starts it again.
+    """
+    env = os.environ
+    given = [name for name in _EXPLICIT if name in env]
+    if given and len(given) < len(_EXPLICIT):
+        missing = ", ".join(sorted(set(_EXPLICIT) - set(given)))
+        raise ConfigError(f"environment: {given[0]} is set, {missing} not; set all three, or none for a single process")
+    if given:
+        address, count, index = (env[name] for name in _EXPLICIT)
+        if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
+            raise ConfigError(f"environment: JAX_PROCESS_ID={index} of JAX_NUM_PROCESSES={count}; the first counts from 0 to the second less 1")
+        jax.distributed.initialize(address, int(count), int(index), heartbeat_timeout_seconds=heartbeat_timeout_s)
+    elif int(env.get("SLURM_NTASKS", 1)) > 1 or int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+        jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_timeout_s)
+
+
+def agree(fn: Callable[[], T]) -> T:
+    """What `fn` returns on process 0, on every process; it may look at the disk, the clock and the journal.
+
+    The value travels as JSON. A `ConfigError` or `OSError` of process 0 is raised on all.
+    """
+    if jax.process_count() == 1:
+        return fn()
+    answer: dict[str, Any] = {}
+    if jax.process_index() == 0:
+        try:
+            answer = {"value": fn()}
+        except ConfigError as error:
+            answer = {"config_error": str(error)}
+        except OSError as error:
+            answer = {"os_error": str(error)}
+    answer = json.loads(_broadcast(json.dumps(answer).encode()))
+    if "config_error" in answer:
+        raise ConfigError(answer["config_error"])
+    if "os_error" in answer:
+        raise OSError(answer["os_error"])
+    return answer["value"]
+
+
+def any_process(flag: bool) -> bool:
+    """Whether `flag` holds on any process, on every process."""
+    if jax.process_count() == 1:
+        return flag
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.process_allgather(np.array(flag)).any())
+
+
+def _broadcast(data: bytes) -> bytes:
+    from jax.experimental import multihost_utils
+
+    size = int(multihost_utils.broadcast_one_to_all(np.int64(len(data)).astype(np.int32)))
+    padded = np.zeros(size, np.uint8)
+    padded[: len(data) if jax.process_index() == 0 else 0] = np.frombuffer(data if jax.process_index() == 0 else b"", np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8))

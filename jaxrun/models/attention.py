@@ -1,0 +1,42 @@
+"""Rotary positions and causal grouped-query attention. Dimension letters: see `models.transformer`."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxrun.config import ModelConfig
+
+
+def rope_frequencies(head_dim: int, cfg: ModelConfig) -> jax.Array:
+    """Radians per position for each pair of features, [H/2] (Su et al. 2021, arXiv:2104.09864).
+
+    With `rope_llama3_scaling`, wavelengths beyond the 8,192 positions of Llama 3 are stretched by 8, those below a
+    quarter of it kept, and those between interpolated (The Llama 3 Herd of Models, section 3.4.2, and its code).
+    """
+    freq = cfg.rope_theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if not cfg.rope_llama3_scaling:
+        return freq
+    factor, low, high, context = 8.0, 1.0, 4.0, 8192.0
+    turns = context * freq / (2 * math.pi)  # of this pair over the original context
+    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1 - kept) * freq / factor + kept * freq
+
+
+def rope(x_BTNH: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Turns feature pair (i, i + H/2) at position t by t times its frequency."""
+    T, H = x_BTNH.shape[1], x_BTNH.shape[-1]
+    angle_TF = jnp.arange(T, dtype=jnp.float32)[:, None] * rope_frequencies(H, cfg)
+    cos, sin = jnp.cos(angle_TF)[:, None, :], jnp.sin(angle_TF)[:, None, :]
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
+
+
+def attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, implementation: str) -> jax.Array:
+    """softmax(q k^T / sqrt(H), causal) v -> [B, T, N, H]; query head n reads key head n // (N / K)."""
+    if implementation == "auto":
+        on_nvidia = jax.default_backend() == "gpu" and q_BTNH.dtype == jnp.bfloat16
+        implementation = "cudnn" if on_nvidia else "xla"
+    return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation=implementation)

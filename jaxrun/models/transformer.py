@@ -1,0 +1,226 @@
+"""A decoder-only transformer in Flax NNX, from GPT-2 to Llama 3 by one frozen `ModelConfig`.
+
+Dimensions: B batch, T sequence, D d_model, F d_ff, N query heads, K key/value heads, H head width, V vocabulary.
+
+Each parameter carries its logical axes next to its shape; `jaxrun.sharding` says what they are split over. The
+modules are plain pytrees: they are built, scanned and differentiated by `jax.*` transforms only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrun.config import ModelConfig
+from jaxrun.models.attention import attention, rope
+from jaxrun.sharding import LogicalAxes, constrain
+
+Params = dict[str, Any]
+
+
+def _init(cfg: ModelConfig, key: jax.Array, shape: tuple[int, ...], *, residual: bool = False) -> jax.Array:
+    """N(0, 0.02) as GPT-2 has it (llama: cut off at 3 sigma); outputs into the residual stream are scaled by
+    1/sqrt(2 L), GPT-2's remedy for a variance that grows with every block (Radford et al. 2019, section 2.3).
+    """
+    std = 0.02 / math.sqrt(2 * cfg.num_layers) if residual else 0.02
+    if cfg.init == "gpt2":
+        return std * jax.random.normal(key, shape, jnp.float32)
+    return std * jax.random.truncated_normal(key, -3.0, 3.0, shape, jnp.float32)
+
+
+class Linear(nnx.Module):
+    """einsum(eqn, x, kernel) + bias, in the type of x. The bias spans the kernel's trailing `bias_dims` dimensions."""
+
+    def __init__(self, cfg: ModelConfig, eqn: str, shape: tuple[int, ...], axes: LogicalAxes, *, bias_dims: int, rngs: nnx.Rngs, residual: bool = False):  # fmt: skip
+        self.eqn = eqn
+        self.kernel = nnx.Param(_init(cfg, rngs.params(), shape, residual=residual), axes=axes)
+        self.bias = nnx.Param(jnp.zeros(shape[-bias_dims:], jnp.float32), axes=axes[-bias_dims:]) if cfg.bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.einsum(self.eqn, x, self.kernel[...].astype(x.dtype))
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class Norm(nnx.Module):
+    """RMSNorm or LayerNorm over the last dimension, computed in float32."""
+
+    def __init__(self, cfg: ModelConfig, dim: int, kind: str | None = None):
+        self.kind, self.eps = kind or cfg.norm, cfg.norm_eps
+        self.scale = nnx.Param(jnp.ones((dim,), jnp.float32), axes=(None,))
+        has_bias = self.kind == "layernorm" and cfg.bias
+        self.bias = nnx.Param(jnp.zeros((dim,), jnp.float32), axes=(None,)) if has_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        if self.kind == "layernorm":
+            y = y - y.mean(-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps) * self.scale[...]
+        return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query self-attention."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        D, N, K, H = cfg.d_model, cfg.num_heads, kv_heads(cfg), head_dim(cfg)
+        self.cfg = cfg
+        self.query = Linear(cfg, "BTD,DNH->BTNH", (D, N, H), ("embed", "heads", None), bias_dims=2, rngs=rngs)
+        self.key = Linear(cfg, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", None), bias_dims=2, rngs=rngs)
+        self.value = Linear(cfg, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", None), bias_dims=2, rngs=rngs)
+        self.out = Linear(cfg, "BTNH,NHD->BTD", (N, H, D), ("heads", None, "embed"), bias_dims=1, rngs=rngs, residual=True)
+        self.query_norm = Norm(cfg, H, "rmsnorm") if cfg.qk_norm else None
+        self.key_norm = Norm(cfg, H, "rmsnorm") if cfg.qk_norm else None
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+        if self.cfg.positions == "rope":
+            q_BTNH, k_BTKH = rope(q_BTNH, self.cfg), rope(k_BTKH, self.cfg)
+        q_BTNH = constrain(q_BTNH, "batch", None, "heads", None)
+        return self.out(attention(q_BTNH, k_BTKH, v_BTKH, self.cfg.attention))
+
+
+class FeedForward(nnx.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        D, F = cfg.d_model, cfg.d_ff
+        self.gate = Linear(cfg, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias_dims=1, rngs=rngs) if cfg.mlp == "swiglu" else None
+        self.up = Linear(cfg, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias_dims=1, rngs=rngs)
+        self.down = Linear(cfg, "BTF,FD->BTD", (F, D), ("mlp", "embed"), bias_dims=1, rngs=rngs, residual=True)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        h_BTF = self.up(x_BTD)
+        h_BTF = jax.nn.gelu(h_BTF) if self.gate is None else jax.nn.silu(self.gate(x_BTD)) * h_BTF
+        return self.down(constrain(h_BTF, "batch", None, "mlp"))
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block: x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
+        self.dropout = cfg.dropout
+        self.attention_norm, self.attention = Norm(cfg, cfg.d_model), Attention(cfg, rngs)
+        self.feed_forward_norm, self.feed_forward = Norm(cfg, cfg.d_model), FeedForward(cfg, rngs)
+
+    def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+        keys = (None, None) if key is None else jax.random.split(key)
+        x_BTD = x_BTD + dropout(self.attention(self.attention_norm(x_BTD)), self.dropout, keys[0])
+        x_BTD = x_BTD + dropout(self.feed_forward(self.feed_forward_norm(x_BTD)), self.dropout, keys[1])
+        return constrain(x_BTD, "batch", None, None)
+
+
+class Transformer(nnx.Module):
+    """Tokens in, final hidden states out; the output projection belongs to the loss (`models.loss`).
+
+    `layers` is one `Block` whose parameters have a leading dimension of num_layers.
+    """
+
+    def __init__(self, cfg: ModelConfig, num_positions: int, rngs: nnx.Rngs):
+        self.cfg = cfg
+        V, D = cfg.vocab_size, cfg.d_model
+        self.embedding = nnx.Param(_init(cfg, rngs.params(), (V, D)), axes=("vocab", "embed"))
+        learned = cfg.positions == "learned"
+        self.positions = nnx.Param(_init(cfg, rngs.params(), (num_positions, D)), axes=(None, "embed")) if learned else None
+        keys = jax.random.split(rngs.params(), cfg.num_layers)
+        self.layers = jax.vmap(lambda key: Block(cfg, nnx.Rngs(key)))(keys)
+        self.norm = Norm(cfg, D)
+        self.head = None if cfg.tied_embedding else nnx.Param(_init(cfg, rngs.params(), (D, V)), axes=("embed", "vocab"))
+
+    def __call__(self, tokens_BT: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """
+        Args:
+          tokens_BT: int32 ids below vocab_size.
+          key: for dropout; None: no dropout.
+
+        Returns:
+          h_BTD in the compute type, and the output projection [D, V] in float32.
+        """
+        cfg = self.cfg
+        # The table is gathered over fsdp before the look-up: XLA cannot split a gather along the gathered width.
+        table_VD = constrain(self.embedding[...].astype(cfg.dtype), "vocab", None)
+        x_BTD = table_VD[tokens_BT]
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions[: tokens_BT.shape[1]].astype(cfg.dtype)
+        x_BTD = constrain(x_BTD, "batch", None, None)
+        layer_keys = None
+        if key is not None:
+            key, *_ = keys = jax.random.split(key)
+            x_BTD, layer_keys = dropout(x_BTD, cfg.dropout, key), jax.random.split(keys[1], cfg.num_layers)
+
+        def layer(x_BTD: jax.Array, xs: tuple[Block, jax.Array | None]) -> tuple[jax.Array, None]:
+            block, layer_key = xs
+            return block(x_BTD, layer_key), None
+
+        x_BTD, _ = jax.lax.scan(
+            _remat(layer, cfg.remat), x_BTD, (self.layers, layer_keys), unroll=1 if cfg.scan_layers else cfg.num_layers
+        )
+        head_DV = self.embedding[...].T if self.head is None else self.head[...]
+        return self.norm(x_BTD), head_DV
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    if key is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
+
+
+def _remat(layer: Any, policy: str) -> Any:
+    if policy == "none":
+        return layer
+    policies = jax.checkpoint_policies
+    keep = {"dots": policies.dots_with_no_batch_dims_saveable, "full": policies.nothing_saveable}[policy]
+    return jax.checkpoint(layer, policy=keep, prevent_cse=False)  # inside scan, CSE cannot undo it
+
+
+def kv_heads(cfg: ModelConfig) -> int:
+    return cfg.num_kv_heads or cfg.num_heads
+
+
+def head_dim(cfg: ModelConfig) -> int:
+    return cfg.head_dim or cfg.d_model // cfg.num_heads
+
+
+class Model(NamedTuple):
+    """A transformer as pure functions of a dict of arrays.
+
+    init(key) -> params: nested dict of float32 arrays.
+    apply(params, tokens_BT, key=None) -> h_BTD, head_DV: see `Transformer.__call__`.
+    axes: for each parameter its logical axes, in a dict shaped like params.
+    """
+
+    init: Any
+    apply: Any
+    axes: Params
+
+
+def build(cfg: ModelConfig, num_positions: int) -> Model:
+    """
+    Args:
+      num_positions: size of a learned position table (unused with RoPE).
+    """
+
+    def make(key: jax.Array) -> Transformer:
+        return Transformer(cfg, num_positions, nnx.Rngs(params=key))
+
+    graph, abstract = nnx.split(jax.eval_shape(make, jax.random.key(0)))
+
+    def logical_axes(path: tuple[Any, ...], variable: nnx.Variable) -> LogicalAxes:
+        stacked = ("layers",) if path[0].key == "layers" else ()
+        return stacked + variable.get_metadata("axes")
+
+    axes = jax.tree_util.tree_map_with_path(logical_axes, abstract, is_leaf=lambda v: isinstance(v, nnx.Variable))
+
+    def init(key: jax.Array) -> Params:
+        return nnx.to_pure_dict(nnx.state(make(key)))
+
+    def apply(params: Params, tokens_BT: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        return nnx.merge(graph, params)(tokens_BT, key)
+
+    return Model(init, apply, nnx.to_pure_dict(axes))

@@ -1,0 +1,82 @@
+"""The run directory's own two files: config.json, what the run is, and run.json, where and when it was started."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxrun import __version__
+from jaxrun.config import Config, ConfigError, changes, changes_meaning, to_dict, to_json
+
+CONFIG = "config.json"
+RUN = "run.json"
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON ({error}); put back the file as it was, or choose another --workdir") from None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file is either what it was or the whole of `text`, whenever the process dies."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def config_changes(workdir: Path, config: Config, fingerprint: str, *, accept: bool) -> dict[str, tuple[Any, Any]]:
+    """What differs between this start and the run in `workdir`: dotted path -> (recorded, now). Empty for a new run.
+
+    Raises:
+      ConfigError: the change would make it another run, and `accept` is not set.
+    """
+    recorded, run = read_json(workdir / CONFIG), read_json(workdir / RUN)
+    if recorded is None or run is None:
+        return {}
+    changed = changes(recorded, to_dict(config))
+    if run["data_fingerprint"] != fingerprint:
+        changed["data (its content)"] = (run["data_fingerprint"], fingerprint)
+    refused = [path for path in changed if changes_meaning(path) or path.startswith("data (")]
+    if refused and not accept:
+        lines = [f"config.{path}: was {changed[path][0]!r} in {workdir}, is now {changed[path][1]!r}" for path in refused]
+        remedy = "this would be another run; choose another --workdir, or say --accept-config-change"
+        raise ConfigError("\n".join(f"{line}; {remedy}" for line in lines))
+    return changed
+
+
+def write(workdir: Path, config: Config, *, fingerprint: str, data: str, mesh: dict[str, int], attempt: int, command: list[str], facts: dict[str, Any]) -> None:  # fmt: skip
+    """Writes config.json and adds this start to run.json."""
+    run = read_json(workdir / RUN) or {"created": time.time(), "starts": []}
+    run["data_fingerprint"], run["data"] = fingerprint, data
+    run["starts"].append(
+        {
+            "time": time.time(),
+            "attempt": attempt,
+            "command": command,
+            "host": socket.gethostname(),
+            "mesh": mesh,
+            "versions": versions(),
+            **facts,
+        }
+    )
+    write_atomically(workdir / CONFIG, to_json(config))
+    write_atomically(workdir / RUN, json.dumps(run, indent=2) + "\n")
+
+
+def versions() -> dict[str, str]:
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "clu", "numpy")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return {"jaxrun": __version__, "python": platform.python_version(), **found}

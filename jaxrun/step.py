@@ -1,0 +1,171 @@
+"""One training step and one evaluation step: pure functions of arrays. What happens in a step is all here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxrun import models, optim, sharding
+from jaxrun.config import Config
+
+# Metrics.skip_reason, in the order that the step looks.
+SKIP_REASONS = (None, "loss_nonfinite", "grad_nonfinite", "grad_limit")
+
+
+@flax.struct.dataclass
+class TrainState:
+    """All that an update changes.
+
+    step: int32 scalar, scheduled updates so far; an update that was skipped counts.
+    params: nested dict of float32 arrays. opt_state: Optax's; its count is that of applied updates.
+    """
+
+    step: jax.Array
+    params: models.Params
+    opt_state: optax.OptState
+
+
+class Batch(NamedTuple):
+    """inputs, targets: int32 [B, T]. weights: float32 [B, T], what each target counts in the loss."""
+
+    inputs: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+
+
+class Controls(NamedTuple):
+    """What the guard turns: float32 scalars, arguments of the compiled step.
+
+    lr_scale: factor on the scheduled learning rate. grad_limit: raw gradient norm above which no update is applied.
+    """
+
+    lr_scale: jax.Array
+    grad_limit: jax.Array
+
+
+class Metrics(NamedTuple):
+    """Scalars of one step.
+
+    loss: nats per token, before the update. grad_norm: global norm before clipping. param_norm: after the update.
+    lr: as applied. tokens: loss-bearing tokens of the batch. skip_reason: index into SKIP_REASONS, 0 if applied.
+    """
+
+    loss: jax.Array
+    grad_norm: jax.Array
+    param_norm: jax.Array
+    update_norm: jax.Array
+    lr: jax.Array
+    tokens: jax.Array
+    skip_reason: jax.Array
+
+
+class Functions(NamedTuple):
+    """A run's three jittable functions and the logical axes of its state.
+
+    init(key) -> TrainState. train_step(state, batch, controls) -> (TrainState, Metrics).
+    eval_step(params, batch) -> LossSums. state_axes: TrainState of logical axes; None: never split.
+    """
+
+    init: Callable[[jax.Array], TrainState]
+    train_step: Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
+    eval_step: Callable[[models.Params, Batch], models.LossSums]
+    model: models.Model
+
+
+def build(config: Config) -> Functions:
+    cfg, accum_steps = config.model, config.train.accum_steps
+    model = models.build(cfg, cfg.max_positions or config.train.seq_len)
+    optimizer, schedule = optim.adamw(config.optim), optim.schedule(config)
+
+    def init(key: jax.Array) -> TrainState:
+        params = model.init(key)
+        return TrainState(step=jnp.int32(0), params=params, opt_state=optimizer.init(params))
+
+    def loss_fn(params: models.Params, batch: Batch, key: jax.Array | None, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """This (micro)batch's share of the mean over `tokens` of the whole batch: to minimise, and to report."""
+        h_BTD, head_DV = model.apply(params, batch.inputs, key)
+        sums = models.cross_entropy(h_BTD, head_DV, batch.targets, batch.weights, cfg.logit_soft_cap)
+        return (sums.nll + cfg.z_loss * sums.z) / tokens, sums.nll / tokens
+
+    def gradients(params: models.Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, models.Params, jax.Array]:
+        tokens = jnp.maximum(batch.weights.sum(), 1.0)
+        grad_fn = jax.grad(loss_fn, has_aux=True)
+        if accum_steps == 1:
+            grads, loss = grad_fn(params, batch, key, tokens)
+            return loss, grads, tokens
+
+        def microbatch(carry: Any, xs: tuple[Batch, jax.Array | None]) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, carry, grad_fn(params, *xs, tokens)), None
+
+        keys = None if key is None else jax.random.split(key, accum_steps)
+        zeros = (jax.tree.map(jnp.zeros_like, params), jnp.float32(0))
+        (grads, loss), _ = jax.lax.scan(microbatch, zeros, (_microbatches(batch, accum_steps), keys))
+        return loss, grads, tokens
+
+    def train_step(state: TrainState, batch: Batch, controls: Controls) -> tuple[TrainState, Metrics]:
+        step = state.step + 1
+        key = jax.random.fold_in(jax.random.key(config.train.seed), step) if cfg.dropout else None
+        loss, grads, tokens = gradients(state.params, batch, key)
+        grad_norm = optax.tree.norm(grads)
+        if config.optim.clip_norm is not None:
+            scale = jnp.minimum(1.0, config.optim.clip_norm / jnp.maximum(grad_norm, 1e-30))
+            grads = jax.tree.map(lambda g: g * scale, grads)
+
+        lr = schedule(step) * controls.lr_scale
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        updates = jax.tree.map(lambda u: -lr * u, updates)
+        params = optax.apply_updates(state.params, updates)
+
+        bad = jnp.stack([~jnp.isfinite(loss), ~jnp.isfinite(grad_norm), grad_norm > controls.grad_limit])
+        skip_reason = jnp.where(bad.any(), 1 + jnp.argmax(bad), 0)
+        # `where`, never a product: 0 x NaN is NaN.
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(skip_reason == 0, new, old), (params, opt_state), (state.params, state.opt_state)
+        )
+        metrics = Metrics(
+            loss=loss,
+            grad_norm=grad_norm,
+            param_norm=optax.tree.norm(params),
+            update_norm=jnp.where(skip_reason == 0, optax.tree.norm(updates), 0.0),
+            lr=lr,
+            tokens=batch.weights.sum(),
+            skip_reason=skip_reason,
+        )
+        return TrainState(step=step, params=params, opt_state=opt_state), metrics
+
+    def eval_step(params: models.Params, batch: Batch) -> models.LossSums:
+        h_BTD, head_DV = model.apply(params, batch.inputs)
+        return models.cross_entropy(h_BTD, head_DV, batch.targets, batch.weights, cfg.logit_soft_cap)
+
+    return Functions(init, train_step, eval_step, model)
+
+
+def _microbatches(batch: Batch, accum_steps: int) -> Batch:
+    """[B, …] -> [accum_steps, B / accum_steps, …], each device's rows staying on it: row r goes to microbatch r mod A."""
+
+    def split(x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0] // accum_steps, accum_steps, *x.shape[1:]).swapaxes(0, 1)
+        return sharding.constrain(x, None, "batch", *(None,) * (x.ndim - 2))
+
+    return jax.tree.map(split, batch)
+
+
+def state_shardings(fns: Functions, mesh: jax.sharding.Mesh) -> TrainState:
+    """For every array of the state its sharding; moments are split as the parameter that they belong to."""
+    abstract = jax.eval_shape(fns.init, jax.random.key(0))
+    by_path = {
+        tuple(k.key for k in path): axes
+        for path, axes in jax.tree_util.tree_leaves_with_path(fns.model.axes, is_leaf=lambda a: isinstance(a, tuple))
+    }
+
+    def of(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.sharding.NamedSharding:
+        names = tuple(k.key for k in path if isinstance(k, jax.tree_util.DictKey))
+        axes = by_path.get(names, (None,) * leaf.ndim)
+        return sharding.shard(axes, leaf.shape, mesh)
+
+    return jax.tree_util.tree_map_with_path(of, abstract)
