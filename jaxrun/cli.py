@@ -45,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = str(error).splitlines()[0] if str(error) else "no message"
         log.debug("traceback", exc_info=True)
-        print(f"jaxrun {verb}: {type(error).__name__}: {text} ({where.filename}:{where.lineno}); {_where_traceback_is()}", file=sys.stderr)
+        print(
+            f"jaxrun {verb}: {type(error).__name__}: {text} ({where.filename}:{where.lineno}); {_where_traceback_is()}",
+            file=sys.stderr,
+        )
         return 1
 
 
@@ -118,9 +121,13 @@ class _Parser(argparse.ArgumentParser):
 
 def _train(argv: Sequence[str]) -> int:
     parser = _Parser(prog="jaxrun train", description="Trains, or goes on training, a run. --config.a.b=v overrides one option of the config; the last one wins.")  # fmt: skip
-    parser.add_argument("--config", required=True, metavar="FILE", help="a .py with get_config(), or a run's config.json")
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="a .py with get_config(), or a run's config.json"
+    )
     parser.add_argument("--workdir", required=True, metavar="DIR", type=Path, help="the run directory")
-    parser.add_argument("--accept-config-change", action="store_true", help="resume although the change makes it another run")
+    parser.add_argument(
+        "--accept-config-change", action="store_true", help="resume although the change makes it another run"
+    )
     others, overrides = split_overrides(argv)
     args = parser.parse_args(others)
     config = config_lib.load(args.config, overrides)

@@ -319,7 +319,11 @@ def changes_meaning(path: str) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1) if path.parent.is_dir() else []
+        near = (
+            difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
+            if path.parent.is_dir()
+            else []
+        )
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"{path}: no such config file{hint}")
     if path.suffix == ".json":
@@ -430,7 +434,14 @@ def _problems(c: Config) -> Iterator[tuple[str, str]]:
         "checkpoint.keep_every", "data.num_workers", "telemetry.profile_steps", "telemetry.profile_start", "guard.rewind_steps",
         "guard.skip_margin", "guard.max_discarded_batches", "guard.lr_ramp_steps",
     )  # fmt: skip
-    share = ("model.dropout", "optim.final_lr_ratio", "optim.decay_fraction", "data.eval_fraction", "optim.b1", "optim.b2")
+    share = (
+        "model.dropout",
+        "optim.final_lr_ratio",
+        "optim.decay_fraction",
+        "data.eval_fraction",
+        "optim.b1",
+        "optim.b2",
+    )
     flat = flatten(to_dict(c))
     for path, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -447,22 +458,43 @@ def _problems(c: Config) -> Iterator[tuple[str, str]]:
             yield path, f"is {flat[path]}; it has to lie in [0, 1{']' if top_allowed else ')'}"
     m, t, o = c.model, c.train, c.optim
     if m.num_heads > 0 and m.head_dim is None and m.d_model % m.num_heads:
-        yield "model.num_heads", f"{m.num_heads} heads do not divide d_model {m.d_model}; change one, or set model.head_dim"
+        yield (
+            "model.num_heads",
+            f"{m.num_heads} heads do not divide d_model {m.d_model}; change one, or set model.head_dim",
+        )
     elif m.num_kv_heads is not None and m.num_kv_heads > 0 and m.num_heads % m.num_kv_heads:
-        yield "model.num_kv_heads", f"{m.num_kv_heads} does not divide num_heads {m.num_heads}; use a divisor of it"
+        yield (
+            "model.num_kv_heads",
+            f"{m.num_kv_heads} does not divide num_heads {m.num_heads}; use a divisor of it",
+        )
     head_dim = m.head_dim or (m.d_model // m.num_heads if m.num_heads > 0 else 0)
     if m.positions == "rope" and head_dim % 2:
         yield "model.head_dim", f"is {head_dim}; RoPE turns pairs of features and needs an even number"
     if m.positions == "learned" and m.max_positions is not None and m.max_positions < t.seq_len:
-        yield "model.max_positions", f"is {m.max_positions}, shorter than train.seq_len {t.seq_len}; raise it or shorten the sequences"
+        yield (
+            "model.max_positions",
+            f"is {m.max_positions}, shorter than train.seq_len {t.seq_len}; raise it or shorten the sequences",
+        )
     if m.attention == "cudnn" and m.dtype != "bfloat16":
-        yield "model.attention", "cudnn computes in bfloat16; set model.dtype to bfloat16 or model.attention to xla"
+        yield (
+            "model.attention",
+            "cudnn computes in bfloat16; set model.dtype to bfloat16 or model.attention to xla",
+        )
     if t.accum_steps > 0 and t.batch_size % t.accum_steps:
-        yield "train.accum_steps", f"{t.accum_steps} does not divide train.batch_size {t.batch_size}; use a divisor of it"
+        yield (
+            "train.accum_steps",
+            f"{t.accum_steps} does not divide train.batch_size {t.batch_size}; use a divisor of it",
+        )
     if o.warmup_steps > t.num_steps:
-        yield "optim.warmup_steps", f"{o.warmup_steps} is longer than the run, train.num_steps {t.num_steps}; shorten it"
+        yield (
+            "optim.warmup_steps",
+            f"{o.warmup_steps} is longer than the run, train.num_steps {t.num_steps}; shorten it",
+        )
     if o.schedule == "wsd" and o.warmup_steps + math.ceil(o.decay_fraction * t.num_steps) > t.num_steps:
-        yield "optim.decay_fraction", f"the decay of {o.decay_fraction:.0%} and {o.warmup_steps} steps of warm-up overlap in {t.num_steps} steps; shorten one"
+        yield (
+            "optim.decay_fraction",
+            f"the decay of {o.decay_fraction:.0%} and {o.warmup_steps} steps of warm-up overlap in {t.num_steps} steps; shorten one",
+        )
     sizes = dataclasses.asdict(c.mesh)
     for axis, size in sizes.items():
         if size < 1 and size != -1:
@@ -471,7 +503,10 @@ def _problems(c: Config) -> Iterator[tuple[str, str]]:
         yield "mesh", "more than one axis is -1; only one can take what the others leave"
     for axis in ("context", "expert"):
         if sizes[axis] > 1:
-            yield f"mesh.{axis}", f"is {sizes[axis]}; nothing is sharded over this axis yet, use data, fsdp or tensor"
+            yield (
+                f"mesh.{axis}",
+                f"is {sizes[axis]}; nothing is sharded over this axis yet, use data, fsdp or tensor",
+            )
     if c.data.tokenizer == "bytes" and 0 < m.vocab_size < 256 and not c.data.source.endswith(".bin"):
         yield "model.vocab_size", f"is {m.vocab_size}; bytes need 256"
     g = c.guard
@@ -480,8 +515,14 @@ def _problems(c: Config) -> Iterator[tuple[str, str]]:
     if g.norm_floor <= 1:
         yield "guard.norm_floor", f"is {g.norm_floor}; it is a factor above 1"
     if g.spike_evidence < 3:
-        yield "guard.spike_evidence", f"is {g.spike_evidence}; a single step counts up to 2 and is no spike, use 3 or more"
+        yield (
+            "guard.spike_evidence",
+            f"is {g.spike_evidence}; a single step counts up to 2 and is no spike, use 3 or more",
+        )
     if g.patience is not None and g.max_patience is not None and g.max_patience < g.patience:
         yield "guard.max_patience", f"is {g.max_patience}, less than guard.patience {g.patience}; raise it"
     if g.lr_factor > 1 or g.lr_floor > g.lr_factor:
-        yield "guard.lr_factor", f"is {g.lr_factor}, the floor {g.lr_floor}; it takes guard.lr_floor <= guard.lr_factor <= 1"
+        yield (
+            "guard.lr_factor",
+            f"is {g.lr_factor}, the floor {g.lr_floor}; it takes guard.lr_floor <= guard.lr_factor <= 1",
+        )

@@ -16,16 +16,23 @@ from jaxrun.checkpoint import Checkpointer
 from jaxrun.config import Config, ConfigError, MeshConfig
 
 
-def load(config: Config, workdir: Path, step: int | None) -> tuple[int, models.Params, step_lib.Functions, jax.sharding.Mesh]:
+def load(
+    config: Config, workdir: Path, step: int | None
+) -> tuple[int, models.Params, step_lib.Functions, jax.sharding.Mesh]:
     """A checkpoint's parameters, split over this process's devices by fsdp."""
     mesh = sharding.make_mesh(sharding.resolve(MeshConfig(data=1, fsdp=-1), len(jax.devices())))
     fns = step_lib.build(config)
     abstract = jax.eval_shape(fns.init, jax.random.key(0))
-    wanted = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, step_lib.state_shardings(fns, mesh))
+    wanted = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+        abstract,
+        step_lib.state_shardings(fns, mesh),
+    )
     with jax.set_mesh(mesh):
-        checkpoints = Checkpointer.reader(workdir / "checkpoints")
-        steps = checkpoints.steps()
-        if not steps or (step is not None and step not in steps):
+        folder = workdir / "checkpoints"
+        checkpoints = Checkpointer(folder, keep=1, on_event=lambda kind, fields: None) if folder.is_dir() else None
+        steps = checkpoints.steps() if checkpoints else []
+        if checkpoints is None or not steps or (step is not None and step not in steps):
             have = f"there are {', '.join(map(str, steps))}" if steps else "there is none yet"
             raise ConfigError(f"{workdir}: no checkpoint{'' if step is None else f' of step {step}'}; {have}")
         step = max(steps) if step is None else step
@@ -46,7 +53,10 @@ def evaluate(config: Config, workdir: Path, *, step: int | None = None) -> dict[
         eval_step = jax.jit(fns.eval_step)
         for j in range(math.ceil(dataset.num_eval_sequences / batch_size)):
             held_out = dataset.eval_rows(j, rows, batch_size)
-            arrays = (sharding.from_local_rows(x, rows, batch_size, mesh) for x in (held_out.inputs, held_out.targets, held_out.weights))
+            arrays = (
+                sharding.from_local_rows(x, rows, batch_size, mesh)
+                for x in (held_out.inputs, held_out.targets, held_out.weights)
+            )
             sums = eval_step(params, step_lib.Batch(*arrays))
             nll, weight = nll + float(sums.nll), weight + float(sums.weight)
     if not weight:
@@ -57,14 +67,27 @@ def evaluate(config: Config, workdir: Path, *, step: int | None = None) -> dict[
 def print_evaluation(config: Config, workdir: Path, *, step: int | None) -> None:
     found = evaluate(config, workdir, step=step)
     loss = found["eval_loss"]
-    print(f"step {found['step']}: held-out loss {loss:.4f} nats/token (perplexity {math.exp(loss):.3f}) over {found['tokens']:,} tokens")
+    print(
+        f"step {found['step']}: held-out loss {loss:.4f} nats/token (perplexity {math.exp(loss):.3f}) over {found['tokens']:,} tokens"
+    )
 
 
-def sample(config: Config, workdir: Path, *, step: int | None, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
+def sample(
+    config: Config,
+    workdir: Path,
+    *,
+    step: int | None,
+    prompt: str,
+    num_tokens: int,
+    temperature: float,
+    seed: int,
+) -> str:
     """The prompt and `num_tokens` tokens drawn after it, each seeing the last seq_len tokens."""
     _, params, fns, mesh = load(config, workdir, step)
     t = config.train
-    tokenizer = data.open_dataset(config.data, seq_len=t.seq_len, vocab_size=config.model.vocab_size, seed=t.seed).tokenizer
+    tokenizer = data.open_dataset(
+        config.data, seq_len=t.seq_len, vocab_size=config.model.vocab_size, seed=t.seed
+    ).tokenizer
     window = t.seq_len
     start = tokenizer.encode(prompt)[-window:]
     tokens = np.zeros(window, np.int32)
@@ -75,7 +98,9 @@ def sample(config: Config, workdir: Path, *, step: int | None, prompt: str, num_
         h_BTD, head_DV = fns.model.apply(params, tokens_T[None])
         logits_V = (h_BTD[0, length - 1].astype(jnp.float32) @ head_DV)[: tokenizer.vocab_size]
         key = jax.random.fold_in(jax.random.key(seed), i)
-        token = jnp.where(temperature > 0, jax.random.categorical(key, logits_V / max(temperature, 1e-6)), logits_V.argmax()).astype(jnp.int32)
+        token = jnp.where(
+            temperature > 0, jax.random.categorical(key, logits_V / max(temperature, 1e-6)), logits_V.argmax()
+        ).astype(jnp.int32)
         full = length == window
         tokens_T = jnp.where(full, jnp.roll(tokens_T, -1), tokens_T).at[jnp.where(full, window - 1, length)].set(token)
         return tokens_T, jnp.minimum(length + 1, window), out.at[i].set(token)

@@ -24,7 +24,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ConfigError(f"{path}: not JSON ({error}); put back the file as it was, or choose another --workdir") from None
+        raise ConfigError(
+            f"{path}: not JSON ({error}); put back the file as it was, or choose another --workdir"
+        ) from None
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -51,7 +53,9 @@ def config_changes(workdir: Path, config: Config, fingerprint: str, *, accept: b
         changed["data (its content)"] = (run["data_fingerprint"], fingerprint)
     refused = [path for path in changed if changes_meaning(path) or path.startswith("data (")]
     if refused and not accept:
-        lines = [f"config.{path}: was {changed[path][0]!r} in {workdir}, is now {changed[path][1]!r}" for path in refused]
+        lines = [
+            f"config.{path}: was {changed[path][0]!r} in {workdir}, is now {changed[path][1]!r}" for path in refused
+        ]
         remedy = "this would be another run; choose another --workdir, or say --accept-config-change"
         raise ConfigError("\n".join(f"{line}; {remedy}" for line in lines))
     return changed

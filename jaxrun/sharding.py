@@ -47,7 +47,9 @@ def resolve(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
         sizes[free[0]] = num_devices // fixed
     elif free or fixed != num_devices:
         verb = "does not divide" if free else "is not"
-        raise ConfigError(f"config.mesh: {shown} {verb} the {num_devices} devices of this run; set one axis to -1 or change the sizes")
+        raise ConfigError(
+            f"config.mesh: {shown} {verb} the {num_devices} devices of this run; set one axis to -1 or change the sizes"
+        )
     return sizes
 
 
@@ -67,7 +69,9 @@ def check(config: Config, sizes: dict[str, int]) -> None:
         ("d_ff", m.d_ff, "tensor"),
     ):
         if dim % sizes[axis]:
-            found.append(f"config.model.{path}: {dim} does not divide over mesh.{axis} = {sizes[axis]}; change one of them")
+            found.append(
+                f"config.model.{path}: {dim} does not divide over mesh.{axis} = {sizes[axis]}; change one of them"
+            )
     if found:
         raise ConfigError("\n".join(found))
 

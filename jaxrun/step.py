@@ -86,13 +86,17 @@ def build(config: Config) -> Functions:
         params = model.init(key)
         return TrainState(step=jnp.int32(0), params=params, opt_state=optimizer.init(params))
 
-    def loss_fn(params: models.Params, batch: Batch, key: jax.Array | None, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def loss_fn(
+        params: models.Params, batch: Batch, key: jax.Array | None, tokens: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """This (micro)batch's share of the mean over `tokens` of the whole batch: to minimise, and to report."""
         h_BTD, head_DV = model.apply(params, batch.inputs, key)
         sums = models.cross_entropy(h_BTD, head_DV, batch.targets, batch.weights, cfg.logit_soft_cap)
         return (sums.nll + cfg.z_loss * sums.z) / tokens, sums.nll / tokens
 
-    def gradients(params: models.Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, models.Params, jax.Array]:
+    def gradients(
+        params: models.Params, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, models.Params, jax.Array]:
         tokens = jnp.maximum(batch.weights.sum(), 1.0)
         grad_fn = jax.grad(loss_fn, has_aux=True)
         if accum_steps == 1:
@@ -125,7 +129,9 @@ def build(config: Config) -> Functions:
         skip_reason = jnp.where(bad.any(), 1 + jnp.argmax(bad), 0)
         # `where`, never a product: 0 x NaN is NaN.
         params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(skip_reason == 0, new, old), (params, opt_state), (state.params, state.opt_state)
+            lambda new, old: jnp.where(skip_reason == 0, new, old),
+            (params, opt_state),
+            (state.params, state.opt_state),
         )
         metrics = Metrics(
             loss=loss,

@@ -23,7 +23,7 @@ import numpy as np
 from jaxrun import data, launch, rundir, sharding
 from jaxrun import step as step_lib
 from jaxrun.checkpoint import Checkpointer
-from jaxrun.config import Config, to_dict
+from jaxrun.config import Config, ConfigError, flatten, to_dict
 from jaxrun.journal import EVENTS, Journal, StepRecords, next_attempt, read_lines
 from jaxrun.telemetry.metrics import MetricsWriter
 from jaxrun.telemetry.progress import Progress
@@ -51,7 +51,10 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
     sizes = sharding.resolve(config.mesh, jax.device_count())
     sharding.check(config, sizes)
     dataset = _open_data(config)
-    with jax.set_mesh(sharding.make_mesh(sizes)) as mesh:
+    if config.train.eval_every and dataset.eval_problem:
+        raise ConfigError(dataset.eval_problem)
+    mesh = sharding.make_mesh(sizes)
+    with jax.set_mesh(mesh):
         run = Run(config, workdir, dataset, mesh, accept_config_change)
         try:
             return run.train()
@@ -61,7 +64,12 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
 
 def _open_data(config: Config) -> data.Dataset:
     def open_dataset() -> data.Dataset:
-        return data.open_dataset(config.data, seq_len=config.train.seq_len, vocab_size=config.model.vocab_size, seed=config.train.seed)
+        return data.open_dataset(
+            config.data,
+            seq_len=config.train.seq_len,
+            vocab_size=config.model.vocab_size,
+            seed=config.train.seed,
+        )
 
     opened: list[data.Dataset] = []
     # Process 0 first: it fills the token cache that the others then find.
@@ -72,13 +80,21 @@ def _open_data(config: Config) -> data.Dataset:
 class Run:
     """One start of a run: the edges where its state lives, and the loop over them."""
 
-    def __init__(self, config: Config, workdir: Path, dataset: data.Dataset, mesh: jax.sharding.Mesh, accept_config_change: bool):
+    def __init__(
+        self,
+        config: Config,
+        workdir: Path,
+        dataset: data.Dataset,
+        mesh: jax.sharding.Mesh,
+        accept_config_change: bool,
+    ):
         self.config, self.workdir, self.dataset, self.mesh = config, workdir, dataset, mesh
         t = config.train
         self.is_writer = jax.process_index() == 0
         self.rows = sharding.local_rows(t.batch_size, mesh)
         self.fns = step_lib.build(config)
         self.shardings = step_lib.state_shardings(self.fns, mesh)
+        self.eval_step = jax.jit(self.fns.eval_step)
         self.replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
         self.attempt = launch.agree(lambda: self._claim(accept_config_change))
@@ -88,11 +104,20 @@ class Run:
         workers.shutdown(wait=False)
         self.journal = Journal(workdir, self.attempt) if self.is_writer else None
         self.records = StepRecords(workdir) if self.is_writer else None
-        self.metrics = MetricsWriter(workdir, tensorboard=config.telemetry.tensorboard, attempt=self.attempt) if self.is_writer else None
+        self.metrics = (
+            MetricsWriter(workdir, tensorboard=config.telemetry.tensorboard, attempt=self.attempt)
+            if self.is_writer
+            else None
+        )
         self.checkpoints = Checkpointer(
-            workdir / "checkpoints", keep=config.checkpoint.keep, keep_every=config.checkpoint.keep_every, on_event=self._journal_checkpoint
+            workdir / "checkpoints",
+            keep=config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every,
+            on_event=self._journal_checkpoint,
         )
         self.progress = Progress(t.num_steps) if self.is_writer else None
+        if self.metrics:
+            self.metrics.write_hparams(flatten(to_dict(config)))
         self.step = 0
         self.batch_index = 0
         self.tokens = 0.0
@@ -165,7 +190,9 @@ class Run:
             t = self.config.train
             shape = (t.batch_size, t.seq_len)
             by_rows = sharding.batch_sharding(shape, self.mesh)
-            batch = step_lib.Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows) for dtype in (jnp.int32, jnp.int32, jnp.float32)))
+            batch = step_lib.Batch(
+                *(jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows) for dtype in (jnp.int32, jnp.int32, jnp.float32))
+            )
             scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.replicated)
             step = jax.jit(self.fns.train_step, donate_argnums=0, out_shardings=(self.shardings, self.replicated))
             return step.lower(self._abstract_state(), batch, step_lib.Controls(scalar, scalar)).compile()
@@ -182,8 +209,6 @@ class Run:
         self.step, state, host = found
         self.batch_index, self.tokens = host["batch_index"], host["tokens"]
         self._event("resume")
-        if self.metrics:
-            self.metrics.rewound()
         log.info("resumed from checkpoint %d; the next batch is %d", self.step, self.batch_index)
         return state
 
@@ -206,7 +231,10 @@ class Run:
         return ((index, self._on_devices(rows)) for index, rows in self.loader)
 
     def _on_devices(self, rows: data.Rows) -> step_lib.Batch:
-        put = (sharding.from_local_rows(x, self.rows, self.config.train.batch_size, self.mesh) for x in (rows.inputs, rows.targets, rows.weights))
+        put = (
+            sharding.from_local_rows(x, self.rows, self.config.train.batch_size, self.mesh)
+            for x in (rows.inputs, rows.targets, rows.weights)
+        )
         return step_lib.Batch(*put)
 
     def _fetch(self, *, up_to: int) -> None:
@@ -268,7 +296,12 @@ class Run:
         nll, weight = (sum(float(s) for s in column) for column in zip(*((s.nll, s.weight) for s in sums), strict=True))
         self._fetch(up_to=self.step)
         if self.metrics and self.progress:
-            line = {"step": self.step, "attempt": self.attempt, "time": time.time(), "eval_loss": nll / weight}
+            line = {
+                "step": self.step,
+                "attempt": self.attempt,
+                "time": time.time(),
+                "eval_loss": nll / weight,
+            }
             self.metrics.write(line)
             self.progress.show(line)
         return nll / weight
@@ -302,7 +335,7 @@ class Run:
         if self.loader is not None:
             self.loader.close()
         self.checkpoints.close()
-        for edge in (self.metrics, self.records, self.journal):
+        for edge in (self.progress, self.metrics, self.records, self.journal):
             if edge is not None:
                 edge.close()
 
@@ -332,7 +365,12 @@ class Interval:
         """The interval's figures, per step where they say so; the next interval begins."""
         elapsed_s = time.perf_counter() - self._start - self._paused_s
         steps = max(1, self._steps)
-        taken = {"elapsed_s": elapsed_s, "tokens": self._tokens, "step_time_s": elapsed_s / steps, "data_wait_s": self._waited_s / steps}
+        taken = {
+            "elapsed_s": elapsed_s,
+            "tokens": self._tokens,
+            "step_time_s": elapsed_s / steps,
+            "data_wait_s": self._waited_s / steps,
+        }
         self.restart()
         return taken
 

@@ -96,7 +96,7 @@ class Checkpointer:
     def save(self, step: int, state: Any, host_state: dict[str, Any], *, wait: bool = False) -> float:
         """Copies the state to the host and returns; writing, hashing and committing go on behind.
 
-        `state` may be donated as soon as this returns. A step that is already committed on the current history
+        `state` may be donated as soon as this returns. A step that is committed on the current history
         is left as it is. A committed checkpoint of the same step from before a rewind is renamed aside. What
         goes wrong with the disk is reported, never raised; the next save is tried afresh.
 
@@ -230,7 +230,7 @@ class Checkpointer:
     ) -> tuple[int, Any, dict[str, Any]] | None:
         """The newest sound checkpoint: (step, state, host_state), or None if there is none.
 
-        One that is not sound is reported (checkpoint_rejected) and renamed aside, and the next older is tried.
+        An unsound one is reported (checkpoint_rejected) and renamed aside, and the next older one tried.
         Call `supersede` with the step before training on, if newer ones were not among the candidates.
 
         Args:
@@ -377,7 +377,9 @@ def _load(path: Path, abstract_state: Any) -> Any:
     from orbax.checkpoint import v1 as ocp
 
     with ocp.Context():
-        return ocp.load(path, abstract_state)
+        state = ocp.load(path, abstract_state)
+    # A no-op but for typed keys, which come back with the spec of their words, one dim more than they have.
+    return jax.device_put(state, jax.tree.map(lambda a: a.sharding, abstract_state))
 
 
 def _require_same_arrays(path: Path, manifest: Manifest, wanted: dict[str, Any]) -> None:

@@ -230,7 +230,7 @@ def _wrong_size(path: Path, found_bytes: int, expected: FileRecord) -> str:
 
 
 def _encode(body: Mapping[str, Any]) -> bytes:
-    # The one spelling of a manifest: readers compare bytes, so that no change goes unseen. (dumps gives the text
+    # The one spelling of a manifest: readers compare bytes, so no change goes unseen. (dumps gives the text
     # that loads was given; non-finite floats in host_state are Python's NaN and Infinity.)
     text = json.dumps(body, indent=1)
     seal = xxhash.xxh3_128_hexdigest(text.encode())

@@ -2,8 +2,8 @@
 
 Reads CSV, JSON lines (`metrics.jsonl`: per step, the last attempt) and TensorBoard event files. Logs that
 leave steps out, empty fields and missing columns will do; every distance is in steps, whatever the rows
-stand for. A recorded curve goes on as it did, so what is said after a first rewind is about the run as it was,
-not as it would have become.
+stand for. A recorded curve goes on as it did, so what is said after a first rewind is about the run as it was
+and not as it would have become.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def read(path: str | Path) -> Curve:
 
 
 def curve_of(name: str, rows: Iterable[Mapping[str, Any]]) -> Curve:
-    """A curve from rows with step, loss, grad_norm and batch_index, under any usual name; of equal steps the last.
+    """A curve from rows with the keys of `metrics.jsonl` or other usual names; of equal steps, the last.
 
     Raises:
       ConfigError: no row has both step and loss, or a field is no number.

@@ -31,7 +31,9 @@ def start(heartbeat_timeout_s: int = 30) -> None:
     if given:
         address, count, index = (env[name] for name in _EXPLICIT)
         if not (count.isdigit() and index.isdigit() and int(index) < int(count)):
-            raise ConfigError(f"environment: JAX_PROCESS_ID={index} of JAX_NUM_PROCESSES={count}; the first counts from 0 to the second less 1")
+            raise ConfigError(
+                f"environment: JAX_PROCESS_ID={index} of JAX_NUM_PROCESSES={count}; the first counts from 0 to the second less 1"
+            )
         jax.distributed.initialize(address, int(count), int(index), heartbeat_timeout_seconds=heartbeat_timeout_s)
     elif int(env.get("SLURM_NTASKS", 1)) > 1 or int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
         jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_timeout_s)
@@ -74,5 +76,7 @@ def _broadcast(data: bytes) -> bytes:
 
     size = int(multihost_utils.broadcast_one_to_all(np.int64(len(data)).astype(np.int32)))
     padded = np.zeros(size, np.uint8)
-    padded[: len(data) if jax.process_index() == 0 else 0] = np.frombuffer(data if jax.process_index() == 0 else b"", np.uint8)
+    padded[: len(data) if jax.process_index() == 0 else 0] = np.frombuffer(
+        data if jax.process_index() == 0 else b"", np.uint8
+    )
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8))

@@ -26,7 +26,9 @@ class RunLock:
         except OSError:
             holder = os.pread(self._fd, 200, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)
-            raise ConfigError(f"{workdir}: another trainer holds this run directory ({holder}); stop it, or choose another --workdir") from None
+            raise ConfigError(
+                f"{workdir}: another trainer holds this run directory ({holder}); stop it, or choose another --workdir"
+            ) from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 

