@@ -75,13 +75,6 @@ def _log_to_stderr() -> None:
     log.setLevel(logging.DEBUG)
 
 
-def log_to_file(path: Path) -> None:
-    """Adds `path` to where the log goes, tracebacks included."""
-    handler = logging.FileHandler(path, delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(handler)
-
-
 def _where_traceback_is() -> str:
     files = [h.baseFilename for h in log.handlers if isinstance(h, logging.FileHandler)]
     if files:

@@ -169,7 +169,8 @@ class GuardConfig:
     warmup: int = 64
     # Half-width of the band, in robust standard deviations of the loss and of the logarithm of the gradient norm.
     outlier_sigma: float = 6.0
-    # A loss within this share of what is expected, or a gradient norm within this factor, is never out of band.
+    # A loss within this share of what is expected, or a gradient norm within this factor, is never out of band;
+    # a step skips its update for a norm of twice the band, on the logarithm: of this factor squared, at least.
     loss_floor: float = 0.02
     norm_floor: float = 2.0
     # How far the expected loss may climb above the lowest level so far, as a share of that.
@@ -304,6 +305,15 @@ def validate(tree: Mapping[str, Any]) -> Config:
     if problems:
         raise ConfigError("\n".join(f"config.{path}: {text}" for path, text in problems))
     return config
+
+
+def rewind_steps(config: Config) -> int:
+    """guard.rewind_steps, or what null stands for: 2,000, in shorter runs a tenth of the run, and never further back
+    than the checkpoints that are kept."""
+    if config.guard.rewind_steps is not None:
+        return config.guard.rewind_steps
+    kept = config.checkpoint.keep * config.checkpoint.every or config.train.num_steps
+    return max(1, min(2000, config.train.num_steps // 10, kept))
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -507,6 +517,18 @@ def _problems(c: Config) -> Iterator[tuple[str, str]]:
                 f"mesh.{axis}",
                 f"is {sizes[axis]}; nothing is sharded over this axis yet, use data, fsdp or tensor",
             )
+    reach, g = c.checkpoint.keep * c.checkpoint.every, c.guard
+    if g.enabled and g.rewind_steps is not None and 0 < reach < g.rewind_steps:
+        yield (
+            "guard.rewind_steps",
+            f"{g.rewind_steps} is further back than checkpoint.keep x checkpoint.every = {reach} steps; keep more, or lower it",
+        )
+    try:
+        from jaxrun import faults  # here, because it imports this module
+
+        faults.parse(c.faults)
+    except ValueError as error:
+        yield "faults", str(error)
     if c.data.tokenizer == "bytes" and 0 < m.vocab_size < 256 and not c.data.source.endswith(".bin"):
         yield "model.vocab_size", f"is {m.vocab_size}; bytes need 256"
     g = c.guard

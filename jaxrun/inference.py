@@ -88,6 +88,10 @@ def sample(
     tokenizer = data.open_dataset(
         config.data, seq_len=t.seq_len, vocab_size=config.model.vocab_size, seed=t.seed
     ).tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            f"{config.data.source}: token files do not say what their ids mean; sampling text needs a text source"
+        )
     window = t.seq_len
     start = tokenizer.encode(prompt)[-window:]
     tokens = np.zeros(window, np.int32)

@@ -52,8 +52,9 @@ class LineFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         _cut_torn_tail(self._fd)
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        data = (dumps(record) + "\n").encode()
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Appends these lines in one write: a kill leaves all of them, or none."""
+        data = "".join(dumps(record) + "\n" for record in records).encode()
         written = os.write(self._fd, data)
         if written != len(data):  # the disk is full: leave whole lines only
             os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
@@ -96,9 +97,14 @@ class Journal:
         self._file = LineFile(workdir / EVENTS, durable=True)
         self.attempt = attempt
 
-    def write(self, kind: str, *, step: int, **fields: Any) -> None:
-        """Appends one event; it is on the disk when this returns."""
-        self._file.append({"time": time.time(), "step": step, "attempt": self.attempt, "kind": kind, **fields})
+    def write(self, *events: tuple[str, int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Appends events (kind, step, other fields), all or none; they are on the disk when this returns."""
+        now = time.time()
+        lines = [
+            {"time": now, "step": step, "attempt": self.attempt, "kind": kind, **rest} for kind, step, rest in events
+        ]
+        self._file.append(*lines)
+        return lines
 
     def close(self) -> None:
         self._file.close()
@@ -134,6 +140,21 @@ def read_steps(workdir: Path) -> np.ndarray:
     except FileNotFoundError:
         data = b""
     return np.frombuffer(data[: len(data) - len(data) % STEP_RECORD.itemsize], STEP_RECORD)
+
+
+def skipped_windows(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """The batch index ranges [first, end) that are never to be trained on, disjoint and ascending."""
+    merged: list[tuple[int, int]] = []
+    for first, end in sorted((e["first_batch"], e["end_batch"]) for e in events if e["kind"] == "window_skipped"):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((first, end))
+    return merged
+
+
+def is_skipped(batch_index: int, windows: list[tuple[int, int]]) -> bool:
+    return any(first <= batch_index < end for first, end in windows)
 
 
 def next_attempt(events: list[dict[str, Any]]) -> int:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from jaxrun import __version__
 from jaxrun.config import Config, ConfigError, changes, changes_meaning, to_dict, to_json
+from jaxrun.journal import EVENTS, Journal, next_attempt, read_lines
+
+log = logging.getLogger("jaxrun")
 
 CONFIG = "config.json"
 RUN = "run.json"
+LOG = "train.log"
+# The kinds of event that a later decision rests on; the others are for those who read the journal.
+DECISIVE = (
+    "checkpoint_saved", "checkpoint_verified", "checkpoint_good", "checkpoint_rejected", "spike", "rebaselined", "rewind",
+    "window_skipped", "resume", "fault", "gave_up", "finished",
+)  # fmt: skip
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -61,15 +72,34 @@ def config_changes(workdir: Path, config: Config, fingerprint: str, *, accept: b
     return changed
 
 
-def write(workdir: Path, config: Config, *, fingerprint: str, data: str, mesh: dict[str, int], attempt: int, command: list[str], facts: dict[str, Any]) -> None:  # fmt: skip
-    """Writes config.json and adds this start to run.json."""
+def claim(
+    workdir: Path, config: Config, fingerprint: str, data: str, mesh: dict[str, int], facts: dict[str, Any], *, accept: bool
+) -> dict[str, Any]:  # fmt: skip
+    """Checks this start against what `workdir` holds, then writes it down in config.json and run.json.
+
+    Returns:
+      attempt: the number of this start. events: the journal's decisive events so far.
+    """
+    changed = config_changes(workdir, config, fingerprint, accept=accept)
+    log_to(workdir / LOG)
+    events = list(read_lines(workdir / EVENTS))
+    attempt = next_attempt(events)
+    if changed:
+        for path, (old, new) in changed.items():
+            log.warning("config.%s: was %r, is now %r", path, old, new)
+        journal = Journal(workdir, attempt)
+        step = max((e["step"] for e in events), default=0)
+        events += journal.write(
+            ("config_changed", step, {"changes": {path: list(pair) for path, pair in changed.items()}})
+        )
+        journal.close()
     run = read_json(workdir / RUN) or {"created": time.time(), "starts": []}
     run["data_fingerprint"], run["data"] = fingerprint, data
     run["starts"].append(
         {
             "time": time.time(),
             "attempt": attempt,
-            "command": command,
+            "command": sys.argv,
             "host": socket.gethostname(),
             "mesh": mesh,
             "versions": versions(),
@@ -78,6 +108,14 @@ def write(workdir: Path, config: Config, *, fingerprint: str, data: str, mesh: d
     )
     write_atomically(workdir / CONFIG, to_json(config))
     write_atomically(workdir / RUN, json.dumps(run, indent=2) + "\n")
+    return {"attempt": attempt, "events": [e for e in events if e["kind"] in DECISIVE]}
+
+
+def log_to(path: Path) -> None:
+    """Adds `path` to where the log goes, tracebacks included."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
 
 
 def versions() -> dict[str, str]:

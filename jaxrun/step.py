@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxrun import models, optim, sharding
+from jaxrun import faults, models, optim, sharding
 from jaxrun.config import Config
 
 # Metrics.skip_reason, in the order that the step looks.
@@ -42,10 +42,12 @@ class Controls(NamedTuple):
     """What the guard turns: float32 scalars, arguments of the compiled step.
 
     lr_scale: factor on the scheduled learning rate. grad_limit: raw gradient norm above which no update is applied.
+    grad_fault: 1 where a rehearsed fault (`jaxrun.faults`) makes a gradient infinite; None in every real run.
     """
 
     lr_scale: jax.Array
     grad_limit: jax.Array
+    grad_fault: jax.Array | None = None
 
 
 class Metrics(NamedTuple):
@@ -80,6 +82,7 @@ class Functions(NamedTuple):
 def build(config: Config) -> Functions:
     cfg, accum_steps = config.model, config.train.accum_steps
     model = models.build(cfg, cfg.max_positions or config.train.seq_len)
+    fault_layer = faults.parse(config.faults).grad_layer
     optimizer, schedule = optim.adamw(config.optim), optim.schedule(config)
 
     def init(key: jax.Array) -> TrainState:
@@ -94,14 +97,12 @@ def build(config: Config) -> Functions:
         sums = models.cross_entropy(h_BTD, head_DV, batch.targets, batch.weights, cfg.logit_soft_cap)
         return (sums.nll + cfg.z_loss * sums.z) / tokens, sums.nll / tokens
 
-    def gradients(
-        params: models.Params, batch: Batch, key: jax.Array | None
-    ) -> tuple[jax.Array, models.Params, jax.Array]:
+    def gradients(params: models.Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, models.Params]:
         tokens = jnp.maximum(batch.weights.sum(), 1.0)
         grad_fn = jax.grad(loss_fn, has_aux=True)
         if accum_steps == 1:
             grads, loss = grad_fn(params, batch, key, tokens)
-            return loss, grads, tokens
+            return loss, grads
 
         def microbatch(carry: Any, xs: tuple[Batch, jax.Array | None]) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, carry, grad_fn(params, *xs, tokens)), None
@@ -109,12 +110,14 @@ def build(config: Config) -> Functions:
         keys = None if key is None else jax.random.split(key, accum_steps)
         zeros = (jax.tree.map(jnp.zeros_like, params), jnp.float32(0))
         (grads, loss), _ = jax.lax.scan(microbatch, zeros, (_microbatches(batch, accum_steps), keys))
-        return loss, grads, tokens
+        return loss, grads
 
     def train_step(state: TrainState, batch: Batch, controls: Controls) -> tuple[TrainState, Metrics]:
         step = state.step + 1
         key = jax.random.fold_in(jax.random.key(config.train.seed), step) if cfg.dropout else None
-        loss, grads, tokens = gradients(state.params, batch, key)
+        loss, grads = gradients(state.params, batch, key)
+        if controls.grad_fault is not None:
+            grads = faults.inf_in_layer(grads, fault_layer, controls.grad_fault)
         grad_norm = optax.tree.norm(grads)
         if config.optim.clip_norm is not None:
             scale = jnp.minimum(1.0, config.optim.clip_norm / jnp.maximum(grad_norm, 1e-30))

@@ -1,16 +1,17 @@
 """The training loop: the whole story of a run, from its config to its last step.
 
-The rooms it goes through (data, checkpoint, telemetry, …) do not know each other: the loop passes plain values
-between them. What is computed on the device is in `step.py`.
+The rooms it goes through (data, checkpoint, guard, telemetry, …) do not know each other: the loop passes plain
+values between them. What is computed on the device is in `step.py`; how trouble is judged, in `guard/`.
 """
 
 from __future__ import annotations
 
 import collections
 import concurrent.futures
+import dataclasses
+import functools
 import logging
 import math
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,29 +21,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrun import data, launch, rundir, sharding
+from jaxrun import config as config_lib
+from jaxrun import checkpoint, data, faults, launch, rundir, sharding
 from jaxrun import step as step_lib
-from jaxrun.checkpoint import Checkpointer
-from jaxrun.config import Config, ConfigError, flatten, to_dict
-from jaxrun.journal import EVENTS, Journal, StepRecords, next_attempt, read_lines
+from jaxrun.config import Config, ConfigError
+from jaxrun.guard import GiveUp, Guard, Rebaseline, Record, Rewind, SpikeOver, SpikeSeen, choose_checkpoint, labels
+from jaxrun.journal import Journal, StepRecords, is_skipped, plain, skipped_windows
+from jaxrun.telemetry.flops import flops_6n, reference_flops
+from jaxrun.telemetry.interval import Interval
 from jaxrun.telemetry.metrics import MetricsWriter
-from jaxrun.telemetry.progress import Progress
+from jaxrun.telemetry.peaks import Peak, peak, utilization
+from jaxrun.telemetry.progress import Profile, Progress
 
 log = logging.getLogger("jaxrun")
 
 # Exit codes: jaxrun's contract with schedulers and supervisors.
-FINISHED, ERROR, GAVE_UP, STOPPED, BAD_CONFIG = 0, 1, 70, 75, 78
+FINISHED, GAVE_UP, STOPPED = 0, 70, 75
 
 # Steps between dispatching a step and reading its numbers, so that the device never waits for the host. What is
-# decided for step t rests on the records of steps up to t - LAG, whatever else is known by then.
+# decided for step t rests on the records of steps up to t - LAG, whatever else is known by then: so the same run
+# decides the same again.
 LAG = 2
 
 
 def train(config: Config, workdir: Path, *, accept_config_change: bool = False) -> int:
-    """Trains until `num_steps`, or until asked to stop; starts where the last good checkpoint in `workdir` ends.
+    """Trains until `num_steps`, or until asked to stop; goes on where the newest sound checkpoint in `workdir` ends.
 
     Returns:
-      The exit code: FINISHED or STOPPED.
+      The exit code: FINISHED, STOPPED (saved; start it again) or GAVE_UP (starting it again won't help).
 
     Raises:
       ConfigError: before anything is compiled, or written into `workdir`.
@@ -64,12 +70,8 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
 
 def _open_data(config: Config) -> data.Dataset:
     def open_dataset() -> data.Dataset:
-        return data.open_dataset(
-            config.data,
-            seq_len=config.train.seq_len,
-            vocab_size=config.model.vocab_size,
-            seed=config.train.seed,
-        )
+        t = config.train
+        return data.open_dataset(config.data, seq_len=t.seq_len, vocab_size=config.model.vocab_size, seed=t.seed)
 
     opened: list[data.Dataset] = []
     # Process 0 first: it fills the token cache that the others then find.
@@ -77,112 +79,142 @@ def _open_data(config: Config) -> data.Dataset:
     return opened[0] if opened else open_dataset()
 
 
+@dataclasses.dataclass
+class InFlight:
+    """A step whose numbers are still on the device, and what it was run with."""
+
+    step: int
+    batch_index: int
+    lr_scale: float
+    grad_limit: float
+    metrics: step_lib.Metrics
+
+
 class Run:
     """One start of a run: the edges where its state lives, and the loop over them."""
 
-    def __init__(
-        self,
-        config: Config,
-        workdir: Path,
-        dataset: data.Dataset,
-        mesh: jax.sharding.Mesh,
-        accept_config_change: bool,
-    ):
+    def __init__(self, config: Config, workdir: Path, dataset: data.Dataset, mesh: jax.sharding.Mesh, accept_config_change: bool):  # fmt: skip
         self.config, self.workdir, self.dataset, self.mesh = config, workdir, dataset, mesh
-        t = config.train
-        self.is_writer = jax.process_index() == 0
-        self.rows = sharding.local_rows(t.batch_size, mesh)
         self.fns = step_lib.build(config)
-        self.shardings = step_lib.state_shardings(self.fns, mesh)
         self.eval_step = jax.jit(self.fns.eval_step)
+        self.shardings = step_lib.state_shardings(self.fns, mesh)
         self.replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        self.rows = sharding.local_rows(config.train.batch_size, mesh)
+        self.guard_config = dataclasses.replace(config.guard, rewind_steps=config_lib.rewind_steps(config))
+        self.faults = faults.parse(config.faults)
 
-        self.attempt = launch.agree(lambda: self._claim(accept_config_change))
+        self.lock: launch.RunLock | None = None
+        claim = launch.agree(lambda: self._claim(accept_config_change))
+        # Of the journal's events, those that decisions rest on; kept as the journal grows.
+        self.events: list[dict[str, Any]] = claim["events"]
+        self.attempt: int = claim["attempt"]
+
+        # From here on this process owns the run directory (its process 0 does).
         self.stop = launch.StopRequest()
-        workers = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
-        self._compiling = workers.submit(self._compile)
-        workers.shutdown(wait=False)
-        self.journal = Journal(workdir, self.attempt) if self.is_writer else None
-        self.records = StepRecords(workdir) if self.is_writer else None
-        self.metrics = (
-            MetricsWriter(workdir, tensorboard=config.telemetry.tensorboard, attempt=self.attempt)
-            if self.is_writer
-            else None
+        is_writer = jax.process_index() == 0
+        self.journal = Journal(workdir, self.attempt) if is_writer else None
+        self.records = StepRecords(workdir) if is_writer else None
+        self.metrics = MetricsWriter(workdir, tensorboard=config.telemetry.tensorboard, attempt=self.attempt) if is_writer else None  # fmt: skip
+        self.progress = Progress(config.train.num_steps) if is_writer else None
+        if self.metrics:
+            self.metrics.write_hparams(config_lib.flatten(config_lib.to_dict(config)))
+        p = config.telemetry
+        self.profile = Profile(
+            workdir / "tensorboard" / "profile", first_step=p.profile_start, num_steps=p.profile_steps
         )
-        self.checkpoints = Checkpointer(
+        self.checkpoints = checkpoint.Checkpointer(
             workdir / "checkpoints",
             keep=config.checkpoint.keep,
             keep_every=config.checkpoint.keep_every,
-            on_event=self._journal_checkpoint,
+            on_event=self._on_checkpoint_event,
         )
-        self.progress = Progress(t.num_steps) if self.is_writer else None
-        if self.metrics:
-            self.metrics.write_hparams(flatten(to_dict(config)))
-        self.step = 0
-        self.batch_index = 0
-        self.tokens = 0.0
-        self.in_flight: collections.deque[tuple[int, int, step_lib.Metrics]] = collections.deque()
         self.loader: data.Loader | None = None
         self.interval = Interval()
+        self.in_flight: collections.deque[InFlight] = collections.deque()
 
-    # -- the story ------------------------------------------------------------------------------------------------
+        # Of the state of the run, what the host keeps; `_restore` or `_initialise` sets it.
+        self.step = 0  # scheduled updates dispatched
+        self.batch_index = 0  # the next batch to read
+        self.tokens = 0.0  # loss-bearing tokens of applied updates, on the current history
+        self.guard = self._new_guard()
+        self.unjudged: collections.deque[Record] = collections.deque()  # fetched, not yet seen by the guard
+
+    # -- the story ----------------------------------------------------------------------------------------------------
 
     def train(self) -> int:
         t, c = self.config.train, self.config.checkpoint
+        if gave_up := self._gave_up_before():
+            log.error("the guard gave up on this run (%s); `jaxrun rewind` is the way on", gave_up)
+            return GAVE_UP
+        if self._finished_before():
+            log.info("the run is finished already, at step %d", t.num_steps)
+            return FINISHED
+        # Slow things that do not need each other: compiling, and bringing the state (Orbax's import included).
+        self.peak: Peak | None = peak(jax.local_devices()[0], self.config.model.dtype, self.config.telemetry.peak_flops)
+        background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
+        compiling = background.submit(self._compile)
+        self.model_flops = background.submit(reference_flops, step_lib.build, self.config)
+        background.shutdown(wait=False)
         state = self._restore() or self._initialise()
-        train_step = self._compiling.result()
-        controls = self._controls(lr_scale=1.0, grad_limit=math.inf)
-        batches = self._batches(self.batch_index)
-        saved_step = self.step
+        if self.step > t.num_steps:
+            raise ConfigError(
+                f"config.train.num_steps: {t.num_steps}, but {self.workdir} is at step {self.step}; raise it"
+            )
+        train_step = compiling.result()
+        batches = self._batches()
         self.interval.restart()
-        while self.step < t.num_steps:
-            reason = self.stop.at(self.step)
-            if reason:
-                return self._stopped(state, reason, saved=saved_step == self.step)
+        while True:
+            decision = self._judge(up_to=self.step if self.step == t.num_steps else self.step + 1 - LAG)
+            if isinstance(decision, GiveUp):
+                return self._give_up(decision)
+            if isinstance(decision, Rewind):
+                # The old buffers go before the restored ones come: never twice the state in device memory.
+                jax.tree.map(lambda x: x.delete(), state)
+                state = self._rewind(decision)
+                batches = self._batches()
+                self.interval.restart()
+                continue
+            if self.step == t.num_steps:
+                break
+            if reason := self.stop.at(self.step):
+                return self._stopped(state, reason)
+
             with self.interval.waiting():
                 batch_index, batch = next(batches)
-            state, metrics = train_step(state, batch, controls)
+            state = self._strike(state)
+            controls = self._controls(batch_index)
+            self.profile.before(self.step + 1, state)
+            state, metrics = train_step(state, batch, controls.on_device)
             self.step, self.batch_index = self.step + 1, batch_index + 1
-            self.in_flight.append((self.step, batch_index, metrics))
-            self._fetch(up_to=self.step - LAG)
+            self.in_flight.append(InFlight(self.step, batch_index, controls.lr_scale, controls.grad_limit, metrics))
+
             self.checkpoints.poll()
-            if t.eval_every and (self.step % t.eval_every == 0 or self.step == t.num_steps):
-                with self.interval.paused():
-                    self._evaluate(state)
-            if (c.every and self.step % c.every == 0) or self.step == t.num_steps:
-                with self.interval.paused():
-                    self._save(state, wait=self.step == t.num_steps)
-                saved_step = self.step
+            if t.eval_every and self.step % t.eval_every == 0 and self.step < t.num_steps:
+                self._evaluate(state)
+            if c.every and self.step % c.every == 0 and self.step < t.num_steps:
+                self._save(state)
+        if t.eval_every:
+            self._evaluate(state)
+        self._save(state, wait=True)
         self._event("finished")
         return FINISHED
 
-    # -- its parts, in the order of the story ---------------------------------------------------------------------
+    # -- the start ----------------------------------------------------------------------------------------------------
 
-    def _claim(self, accept_config_change: bool) -> int:
-        """Takes the run directory for this process and writes down what runs in it; returns the attempt's number."""
+    def _claim(self, accept_config_change: bool) -> dict[str, Any]:
+        """Takes the run directory for this process, and writes down what is about to run in it (on process 0)."""
         self.workdir.mkdir(parents=True, exist_ok=True)
         self.lock = launch.RunLock(self.workdir)
-        fingerprint = self.dataset.fingerprint
-        changed = rundir.config_changes(self.workdir, self.config, fingerprint, accept=accept_config_change)
-        attempt = next_attempt(list(read_lines(self.workdir / EVENTS)))
-        if changed:
-            for path, (old, new) in changed.items():
-                log.warning("config.%s: was %r, is now %r", path, old, new)
-            journal = Journal(self.workdir, attempt)
-            journal.write("config_changed", step=0, changes={path: list(pair) for path, pair in changed.items()})
-            journal.close()
-        sizes = {axis: size for axis, size in self.mesh.shape.items()}
         facts = {
             "processes": jax.process_count(),
             "devices": jax.device_count(),
             "device_kind": jax.devices()[0].device_kind,
             "parameters": count_parameters(self.fns),
         }
-        rundir.write(
-            self.workdir, self.config, fingerprint=fingerprint, data=self.dataset.describe(), mesh=sizes, attempt=attempt,
-            command=sys.argv, facts=facts,
+        return rundir.claim(
+            self.workdir, self.config, self.dataset.fingerprint, self.dataset.describe(), dict(self.mesh.shape), facts,
+            accept=accept_config_change,
         )  # fmt: skip
-        return attempt
 
     def _compile(self) -> Any:
         """The train step's executable, while the main thread restores the state and opens the data."""
@@ -190,203 +222,359 @@ class Run:
             t = self.config.train
             shape = (t.batch_size, t.seq_len)
             by_rows = sharding.batch_sharding(shape, self.mesh)
-            batch = step_lib.Batch(
-                *(jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows) for dtype in (jnp.int32, jnp.int32, jnp.float32))
-            )
+            types = (jnp.int32, jnp.int32, jnp.float32)
+            batch = step_lib.Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows) for dtype in types))
             scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.replicated)
+            controls = step_lib.Controls(scalar, scalar, scalar if self.faults.grad_layer is not None else None)
             step = jax.jit(self.fns.train_step, donate_argnums=0, out_shardings=(self.shardings, self.replicated))
-            return step.lower(self._abstract_state(), batch, step_lib.Controls(scalar, scalar)).compile()
+            started = time.perf_counter()
+            compiled = step.lower(self._abstract_state(), batch, controls).compile()
+            log.info("compiled the train step in %.1f s", time.perf_counter() - started)
+            return compiled
 
     def _abstract_state(self) -> step_lib.TrainState:
         abstract = jax.eval_shape(self.fns.init, jax.random.key(0))
         return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, self.shardings)
 
-    def _restore(self) -> step_lib.TrainState | None:
-        found = self.checkpoints.restore_newest(self._abstract_state())
-        if found is None:
+    def _new_guard(self) -> Guard:
+        return Guard.new(self.guard_config, self.config.train.num_steps)
+
+    def _gave_up_before(self) -> str | None:
+        last = next((e for e in reversed(self.events) if e["kind"] in ("gave_up", "rewind")), None)
+        return last["reason"] if last and last["kind"] == "gave_up" else None
+
+    def _finished_before(self) -> bool:
+        last = next((e for e in reversed(self.events) if e["kind"] in ("finished", "rewind")), None)
+        return last is not None and last["kind"] == "finished" and last["step"] == self.config.train.num_steps
+
+    def _restore(self, at_most: int | None = None) -> step_lib.TrainState | None:
+        """The newest sound checkpoint that is not suspect, host-side state included; None: there is none.
+
+        Every way back goes through here, a rewind (`at_most` its target) and a start after a kill in the middle of
+        one: both leave the same state behind.
+        """
+        known, steps = self._labels(), launch.agree(self.checkpoints.steps)
+        if at_most is None:
+            # Committed when the process died, but not journaled any more.
+            self._events(*(("checkpoint_saved", s, {"found": True}) for s in steps if s not in known))
+            known = self._labels()
+        candidates = [s for s in steps if known.get(s) != "suspect" and (at_most is None or s <= at_most)]
+        found = self.checkpoints.restore_newest(self._abstract_state(), candidates)
+        self.step, state, host = found or (0, None, {})
+        self.batch_index, self.tokens = host.get("batch_index", 0), host.get("tokens", 0.0)
+        guard, unjudged = self._new_guard(), [_record_from(r) for r in host.get("unjudged", ())]
+        if host:
+            guard = Guard.from_dict(host["guard"], self.guard_config, self.config.train.num_steps)
+        if decision := self._last_rewind():
+            # The records that the checkpoint's guard had not judged yet are of healthy steps: it was good.
+            after = judged = functools.reduce(lambda g, record: g.observe(record)[0], unjudged, guard)
+            after = judged.rewound(self.step, decision)
+            if after is not judged:
+                guard, unjudged = after, []
+        self.guard, self.unjudged = guard, collections.deque(unjudged)
+        self.in_flight.clear()
+        self.checkpoints.supersede(self.step)
+        if at_most is None:
             self._event("resume" if self.attempt else "start")
-            return None
-        self.step, state, host = found
-        self.batch_index, self.tokens = host["batch_index"], host["tokens"]
-        self._event("resume")
-        log.info("resumed from checkpoint %d; the next batch is %d", self.step, self.batch_index)
+        if self.attempt:
+            log.info("going on from step %d; the next batch is %d", self.step, self.batch_index)
         return state
+
+    def _last_rewind(self) -> Rewind | None:
+        decided = [e["decision"] for e in self.events if e["kind"] == "rewind"]
+        return Rewind.from_dict(decided[-1]) if decided else None
 
     def _initialise(self) -> step_lib.TrainState:
         """The state at step 0, made by every device for its own part."""
         return jax.jit(self.fns.init, out_shardings=self.shardings)(jax.random.key(self.config.train.seed))
 
-    def _controls(self, *, lr_scale: float, grad_limit: float) -> step_lib.Controls:
-        # device_put refuses scalars that differ between processes; a NumPy argument would be taken without a word.
-        return step_lib.Controls(*jax.device_put((np.float32(lr_scale), np.float32(grad_limit)), self.replicated))
+    # -- before a step ------------------------------------------------------------------------------------------------
 
-    def _batches(self, start: int) -> Iterator[tuple[int, step_lib.Batch]]:
-        """Batch `start` and those after it, as sharded arrays."""
-        d = self.config.data
+    def _batches(self) -> Iterator[tuple[int, step_lib.Batch]]:
+        """The batches from `batch_index` on, less the discarded ones, as sharded arrays."""
+        d, windows = self.config.data, skipped_windows(self.events)
         if self.loader is not None:
             self.loader.close()
         self.loader = data.Loader(
-            self.dataset, batch_size=self.config.train.batch_size, rows=self.rows, start=start, num_workers=d.num_workers, prefetch=d.prefetch,
+            self.dataset, batch_size=self.config.train.batch_size, rows=self.rows, start=self.batch_index,
+            num_workers=d.num_workers, prefetch=d.prefetch,
         )  # fmt: skip
-        return ((index, self._on_devices(rows)) for index, rows in self.loader)
+        kept = ((index, rows) for index, rows in self.loader if not is_skipped(index, windows))
+        return ((index, self._on_devices(self._poisoned(index, rows))) for index, rows in kept)
 
     def _on_devices(self, rows: data.Rows) -> step_lib.Batch:
-        put = (
-            sharding.from_local_rows(x, self.rows, self.config.train.batch_size, self.mesh)
-            for x in (rows.inputs, rows.targets, rows.weights)
-        )
-        return step_lib.Batch(*put)
+        batch_size = self.config.train.batch_size
+        return step_lib.Batch(*(sharding.from_local_rows(x, self.rows, batch_size, self.mesh) for x in rows))
+
+    def _poisoned(self, batch_index: int, rows: data.Rows) -> data.Rows:
+        if not self.faults:
+            return rows
+        return data.Rows(*self.faults.rows(batch_index, self.rows, *rows, self.config.model.vocab_size))
+
+    def _strike(self, state: step_lib.TrainState) -> step_lib.TrainState:
+        """Lets the machine faults that are due before the next step happen; each is journaled first."""
+        for fault in self.faults.due(self.step + 1, self._struck()):
+            log.warning("injecting %s before step %d", fault.text, self.step + 1)
+            self._event("fault", step=self.step + 1, fault=fault.text)
+            state = self.faults.strike(fault, state, jax.process_index())
+        return state
+
+    def _struck(self) -> dict[str, int]:
+        """The machine faults that have struck, and in which attempt."""
+        return {e["fault"]: e["attempt"] for e in self.events if e["kind"] == "fault"}
+
+    def _controls(self, batch_index: int) -> Controls:
+        """What the guard sets for the next step, from the records of steps up to LAG before it."""
+        lr_scale = self.guard.lr_scale(self.step + 1)
+        grad_limit = self.guard.grad_limit
+        grad_fault = None
+        if self.faults:
+            lr_scale *= self.faults.lr_factor(self.step + 1, self._struck(), self.attempt)
+            grad_fault = self.faults.grad_fault(batch_index) if self.faults.grad_layer is not None else None
+        values = (lr_scale, grad_limit, grad_fault)
+        return Controls(lr_scale, grad_limit, self._put(values))
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 (a run lives as long as its process)
+    def _put(self, values: tuple[float | None, ...]) -> step_lib.Controls:
+        # device_put refuses scalars that differ between processes; jit would take NumPy scalars without a word.
+        return step_lib.Controls(*(v if v is None else jax.device_put(np.float32(v), self.replicated) for v in values))
+
+    # -- after a step -------------------------------------------------------------------------------------------------
+
+    def _judge(self, *, up_to: int) -> Rewind | GiveUp | None:
+        """Shows the guard the records of steps up to `up_to`, and carries out what it decides short of a rewind."""
+        self._fetch(up_to=up_to)
+        while self.unjudged and self.unjudged[0].step <= up_to:
+            record = self.unjudged.popleft()
+            self.guard, decisions = self.guard.observe(record)
+            for d in decisions:
+                if isinstance(d, SpikeSeen | SpikeOver):
+                    over = isinstance(d, SpikeOver)
+                    log.warning(
+                        "%s at step %d, onset %d", "the spike is over" if over else "spike", d.step, d.onset_step
+                    )
+                    self._event("spike", step=d.step, onset=d.onset_step, severity=d.severity, over=over)
+                elif isinstance(d, Rebaseline):
+                    log.warning("a new level since step %d is taken for normal", d.onset_step)
+                    self._event("rebaselined", step=d.step, onset=d.onset_step)
+                else:
+                    return d
+            self._label(record.step)
+        return None
 
     def _fetch(self, *, up_to: int) -> None:
         """Reads, records and logs the numbers of steps up to `up_to` that are still on the device."""
-        while self.in_flight and self.in_flight[0][0] <= up_to:
-            step, batch_index, on_device = self.in_flight.popleft()
-            m = step_lib.Metrics(*(x.item() for x in jax.device_get(on_device)))
-            self.interval.count(m.tokens)
+        while self.in_flight and self.in_flight[0].step <= up_to:
+            flown = self.in_flight.popleft()
+            m = step_lib.Metrics(*(x.item() for x in jax.device_get(flown.metrics)))
+            m = m._replace(loss=self.faults.reported_loss(flown.batch_index, m.loss))
             skipped = step_lib.SKIP_REASONS[m.skip_reason]
+            self.interval.count(m.tokens)
             self.tokens += 0.0 if skipped else m.tokens
-            if self.records is not None:
+            record = Record(
+                step=flown.step,
+                batch_index=flown.batch_index,
+                loss=m.loss,
+                grad_norm=m.grad_norm,
+                update_applied=not skipped,
+                skip_reason=skipped,
+                lr_scale=flown.lr_scale,
+                grad_limit=flown.grad_limit,
+                params_finite=math.isfinite(m.param_norm),
+            )
+            self.unjudged.append(record)
+            if self.records:
                 self.records.append(
-                    step=step, batch_index=batch_index, attempt=self.attempt, skip_reason=m.skip_reason, loss=m.loss, grad_norm=m.grad_norm,
-                    lr_scale=1.0, grad_limit=math.inf,
+                    step=flown.step, batch_index=flown.batch_index, attempt=self.attempt, skip_reason=m.skip_reason,
+                    loss=m.loss, grad_norm=m.grad_norm, lr_scale=flown.lr_scale, grad_limit=flown.grad_limit,
                 )  # fmt: skip
             if skipped:
-                self._event("update_skipped", step=step, batch_index=batch_index, reason=skipped)
-            last = step == self.config.train.num_steps
-            if skipped or last or step == 1 or step % self.config.train.log_every == 0:
-                self._log(step, batch_index, m)
+                self._event("update_skipped", step=flown.step, batch_index=flown.batch_index, reason=skipped)
+            t = self.config.train
+            if skipped or flown.step in (1, t.num_steps) or flown.step % t.log_every == 0:
+                self._log(flown, m)
 
-    def _log(self, step: int, batch_index: int, m: step_lib.Metrics) -> None:
-        if self.metrics is None or self.progress is None:
+    def _log(self, flown: InFlight, m: step_lib.Metrics) -> None:
+        if not (self.metrics and self.progress):
             return
-        speed = self.interval.take()
-        per_second = speed["tokens"] / speed["elapsed_s"] if speed["elapsed_s"] else None
+        speed, devices = self.interval.take(), jax.device_count()
+        per_second = speed["tokens"] / speed["elapsed_s"]
+        t = self.config.train
+        shorthand = flops_6n(self.config.model, t.seq_len, t.batch_size * t.seq_len)
+        model_flops = self.model_flops.result() if self.model_flops.done() else None
         line = {
-            "step": step,
+            "step": flown.step,
             "attempt": self.attempt,
-            "batch_index": batch_index,
+            "batch_index": flown.batch_index,
             "time": time.time(),
             "loss": m.loss,
             "grad_norm": m.grad_norm,
             "param_norm": m.param_norm,
             "update_norm": m.update_norm,
             "lr": m.lr,
-            "lr_scale": 1.0,
+            "lr_scale": flown.lr_scale,
             "update_applied": m.skip_reason == 0,
             "tokens": int(self.tokens),
             "step_time_s": speed["step_time_s"],
             "data_wait_s": speed["data_wait_s"],
             "tokens_per_sec": per_second,
-            "tokens_per_sec_per_device": per_second and per_second / jax.device_count(),
-            "mfu": None,
-            "hfu": None,
-            "mfu_6n": None,
+            "tokens_per_sec_per_device": per_second / devices,
+            "mfu": utilization(model_flops, speed["step_time_s"], devices, self.peak),
+            "hfu": None,  # the executable's own count, loops multiplied out, is not read yet
+            "mfu_6n": utilization(shorthand, speed["step_time_s"], devices, self.peak),
         }
         self.metrics.write(line)
         self.progress.show(line)
 
-    def _evaluate(self, state: step_lib.TrainState) -> float:
+    def _evaluate(self, state: step_lib.TrainState) -> None:
         """Held-out loss in nats per token, over the same tokens every time."""
         t = self.config.train
-        num_batches = min(t.eval_batches, math.ceil(self.dataset.num_eval_sequences / t.batch_size))
-        sums = [
-            self.eval_step(state.params, self._on_devices(self.dataset.eval_rows(j, self.rows, t.batch_size)))
-            for j in range(num_batches)
-        ]
-        nll, weight = (sum(float(s) for s in column) for column in zip(*((s.nll, s.weight) for s in sums), strict=True))
+        with self.interval.paused():
+            num_batches = min(t.eval_batches, math.ceil(self.dataset.num_eval_sequences / t.batch_size))
+            held_out = (self.dataset.eval_rows(j, self.rows, t.batch_size) for j in range(num_batches))
+            sums = [self.eval_step(state.params, self._on_devices(rows)) for rows in held_out]
+            loss = sum(float(s.nll) for s in sums) / sum(float(s.weight) for s in sums)
         self._fetch(up_to=self.step)
         if self.metrics and self.progress:
-            line = {
-                "step": self.step,
-                "attempt": self.attempt,
-                "time": time.time(),
-                "eval_loss": nll / weight,
-            }
+            line = {"step": self.step, "attempt": self.attempt, "time": time.time(), "eval_loss": loss}
             self.metrics.write(line)
             self.progress.show(line)
-        return nll / weight
 
-    def _save(self, state: step_lib.TrainState, *, wait: bool) -> None:
-        self._fetch(up_to=self.step)
-        host = {"batch_index": self.batch_index, "tokens": self.tokens}
-        self.checkpoints.save(self.step, state, host, wait=wait)
-        if wait:
-            self.checkpoints.wait()
+    # -- checkpoints and their labels ---------------------------------------------------------------------------------
 
-    def _stopped(self, state: step_lib.TrainState, reason: str, *, saved: bool) -> int:
+    def _save(self, state: step_lib.TrainState, *, wait: bool = False) -> None:
+        with self.interval.paused():
+            self._fetch(up_to=self.step)
+            host = {
+                "batch_index": self.batch_index,
+                "tokens": self.tokens,
+                "guard": self.guard.to_dict(),
+                "unjudged": [plain(dataclasses.asdict(record)) for record in self.unjudged],
+            }
+            self.checkpoints.save(self.step, state, host, wait=wait)
+
+    def _labels(self) -> dict[int, str]:
+        """Checkpoint -> good, pending or suspect; all processes believe process 0's journal."""
+        return {step: label for step, label in launch.agree(lambda: list(self._journaled_labels().items()))}
+
+    def _journaled_labels(self, judged: int | None = None) -> dict[int, str]:
+        """By the journal alone, and by the steps that the guard has found healthy up to `judged`."""
+        guard = self.guard
+        judged = (guard.state.last_step or 0) if judged is None else judged
+        return dict(
+            labels(self.events, step=judged, healthy_since=guard.healthy_since, healthy_steps=guard.reach.healthy_steps)
+        )
+
+    def _label(self, judged: int) -> None:
+        """Says which checkpoints have become good, and keeps those that a rewind may need (on process 0)."""
+        reach = self.guard.reach
+        if not self.journal or judged % min(10, reach.healthy_steps):
+            return
+        told = self._journaled_labels(judged=-1)
+        good = [s for s, label in self._journaled_labels().items() if label == "good"]
+        for step in good:
+            if told[step] != "good":
+                self._event("checkpoint_good", step=step)
+        if good:
+            old = [s for s in good if s <= judged - reach.rewind_steps - reach.max_patience]
+            self.checkpoints.protect({max(good), max(old, default=min(good))})
+
+    def _on_checkpoint_event(self, kind: str, fields: dict[str, Any]) -> None:
+        bad = kind in ("checkpoint_failed", "checkpoint_rejected")
+        log.log(logging.ERROR if bad else logging.DEBUG, "%s: %s", kind, fields)
+        self._event(kind, **fields)
+
+    # -- trouble, and the end -----------------------------------------------------------------------------------------
+
+    def _rewind(self, decision: Rewind) -> step_lib.TrainState:
+        """Goes back to a good checkpoint before the onset; what is discarded is on the disk before anything moves."""
+        known = self._labels()
+        stored = launch.agree(self.checkpoints.steps)
+        good = [s for s in stored if known.get(s) == "good"]
+        target = choose_checkpoint(good, decision.onset_step, self.guard.reach.rewind_steps, decision.escalation)
+        if decision.skip:
+            decision = decision.extended(end_batch=self.batch_index)
+            if self.config.guard.discard == "since_checkpoint":
+                decision = decision.extended(first_batch=self._batch_index_at(target))
+        log.error(
+            "%s since step %d: going back from step %d to %d, discarding batches %s, learning rate x %g",
+            decision.cause, decision.onset_step, self.step, target, decision.skip, decision.lr_scale,
+        )  # fmt: skip
+        events: list[tuple[str, int, dict[str, Any]]] = []
+        if decision.skip:
+            events.append(
+                ("window_skipped", self.step, {"first_batch": decision.skip[0], "end_batch": decision.skip[1]})
+            )
+        events.append(("lr_scaled", self.step, {"scale": decision.lr_scale}))
+        fields = {"onset": decision.onset_step, "from_step": self.step, "to_step": target, "cause": decision.cause}
+        events.append(("rewind", self.step, {**fields, "decision": decision.to_dict()}))
+        self.attempt += 1
+        if self.journal:
+            self.journal.attempt = self.attempt
+        self._events(*events)
+        if self.metrics:
+            self.metrics.rewound(self.attempt)
+        return self._restore(at_most=target) or self._initialise()
+
+    def _batch_index_at(self, step: int) -> int:
+        """The batch that follows a stored checkpoint."""
+        folder = self.workdir / "checkpoints" / str(step)
+        return launch.agree(lambda: checkpoint.read(folder).host_state["batch_index"] if step else 0)
+
+    def _give_up(self, decision: GiveUp) -> int:
+        """Ends a run that the guard cannot help; what it saw and did is in the journal."""
+        self._event("gave_up", step=decision.step, onset=decision.onset_step, reason=decision.reason)
+        log.error("the guard gives up at step %d: %s", decision.step, decision.reason)
+        for event in self.events:
+            if event["kind"] == "rewind":
+                log.error(
+                    "  it went back from step %d to %d (%s)", event["from_step"], event["to_step"], event["cause"]
+                )
+        log.error("look at the loss and the data there; `jaxrun rewind` takes a person's decision and the run goes on")
+        return GAVE_UP
+
+    def _stopped(self, state: step_lib.TrainState, reason: str) -> int:
         log.warning("%s: saving step %d and stopping; the same command goes on from there", reason, self.step)
-        self._fetch(up_to=self.step)
-        if not saved:
-            self._save(state, wait=True)
+        self._save(state, wait=True)
         self._event("preempted", reason=reason)
         return STOPPED
 
     def _event(self, kind: str, *, step: int | None = None, **fields: Any) -> None:
-        if self.journal:
-            self.journal.write(kind, step=self.step if step is None else step, **fields)
+        self._events((kind, self.step if step is None else step, fields))
 
-    def _journal_checkpoint(self, kind: str, fields: dict[str, Any]) -> None:
-        level = logging.INFO if kind in ("checkpoint_saved", "checkpoint_verified") else logging.ERROR
-        log.log(level, "%s: %s", kind, ", ".join(f"{k} {v}" for k, v in fields.items()))
-        self._event(kind, **fields)
+    def _events(self, *events: tuple[str, int, dict[str, Any]]) -> None:
+        """Into the journal, on process 0; every process keeps what decisions rest on."""
+        if self.journal:
+            lines = self.journal.write(*events)
+        else:
+            lines = [{"time": 0.0, "step": s, "attempt": self.attempt, "kind": k, **rest} for k, s, rest in events]
+        self.events += [e for e in lines if e["kind"] in rundir.DECISIVE]
 
     def close(self) -> None:
         self.stop.restore()
         if self.loader is not None:
             self.loader.close()
         self.checkpoints.close()
-        for edge in (self.progress, self.metrics, self.records, self.journal):
+        for edge in (self.profile, self.progress, self.metrics, self.records, self.journal):
             if edge is not None:
                 edge.close()
+        if self.lock:
+            self.lock.release()
 
 
-class Interval:
-    """Wall time since the last logged line, less what was spent on evaluation and checkpoints."""
+@dataclasses.dataclass(frozen=True)
+class Controls:
+    """What a step is run with, as numbers and as the compiled step takes it."""
 
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        self._start = time.perf_counter()
-        self._paused_s = self._waited_s = self._tokens = 0.0
-        self._steps = 0
-
-    def count(self, tokens: float) -> None:
-        self._steps += 1
-        self._tokens += tokens
-
-    def paused(self) -> _Span:
-        return _Span(self, "_paused_s")
-
-    def waiting(self) -> _Span:
-        return _Span(self, "_waited_s")
-
-    def take(self) -> dict[str, float]:
-        """The interval's figures, per step where they say so; the next interval begins."""
-        elapsed_s = time.perf_counter() - self._start - self._paused_s
-        steps = max(1, self._steps)
-        taken = {
-            "elapsed_s": elapsed_s,
-            "tokens": self._tokens,
-            "step_time_s": elapsed_s / steps,
-            "data_wait_s": self._waited_s / steps,
-        }
-        self.restart()
-        return taken
+    lr_scale: float
+    grad_limit: float
+    on_device: step_lib.Controls
 
 
-class _Span:
-    """Adds the time inside a `with` block to one of an interval's sums."""
-
-    def __init__(self, interval: Interval, name: str):
-        self._interval, self._name = interval, name
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        spent_s = time.perf_counter() - self._start
-        setattr(self._interval, self._name, getattr(self._interval, self._name) + spent_s)
+def _record_from(fields: dict[str, Any]) -> Record:
+    """A record as JSON kept it, where non-finite numbers are strings."""
+    numbers = {k: float(v) if isinstance(v, str) and k != "skip_reason" else v for k, v in fields.items()}
+    return Record(**numbers)
 
 
 def count_parameters(fns: step_lib.Functions) -> int:

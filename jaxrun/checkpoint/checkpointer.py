@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import logging
@@ -162,7 +163,10 @@ class Checkpointer:
             if self._chief or kind == "checkpoint_failed":
                 self._on_event(kind, fields)
         if committed and self._chief:
-            self._retain()
+            try:
+                self._retain()
+            except OSError as error:
+                log.error("%s: retention failed (%s)", self._directory, error)
 
     def wait(self) -> None:
         """Finishes everything that is under way, and reports it."""
@@ -285,7 +289,10 @@ class Checkpointer:
 
     def _verify(self, path: Path, step: int, commit: Future[bool]) -> None:
         """On the worker: reads back from the disk what was just committed."""
-        if not (self._chief and commit.result()):
+        if not commit.result():
+            gc.collect()  # Orbax leaves the host copy of a save that failed in a cycle: the size of the state
+            return
+        if not self._chief:
             return
         problems = manifests.verify(path, from_disk=True)
         if problems:
@@ -317,6 +324,10 @@ class Checkpointer:
         problem: OSError | None = None
         if self._chief:
             try:
+                # Found out here, it is known to all; inside Orbax the other processes would wait for process 0.
+                probe = self._directory / f"probe{_DELETING}"
+                probe.mkdir(exist_ok=True)
+                probe.rmdir()
                 for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):  # no save is under way
                     if leftover.suffix != _DELETING:
                         self._delete(leftover)
@@ -340,9 +351,12 @@ class Checkpointer:
 
     def _discard(self, path: Path) -> None:
         """Frees what a failed save has taken, which the next one may need; nobody was told of it."""
-        for leftover in [*self._directory.glob(f"{path.name}.orbax-checkpoint-tmp*"), path]:
-            if leftover.exists() and not _is_committed(leftover):
-                _remove(leftover)
+        try:
+            for leftover in [*self._directory.glob(f"{path.name}.orbax-checkpoint-tmp*"), path]:
+                if leftover.exists() and not _is_committed(leftover):
+                    _remove(leftover)
+        except OSError as error:
+            log.warning("%s: what a failed save left cannot be removed (%s)", path, error)
 
     def _retain(self) -> None:
         steps = self.steps()
@@ -367,6 +381,8 @@ def _save_async(path: Path, state: Any) -> Any:
 
     context = ocp.Context()
     context.array.saving.use_compression = False  # weights hardly compress, and zstd is slower than a disk
+    # Where a folder cannot be created, Orbax's threads would wait for it for 20 minutes, holding the host copy.
+    context.asynchronous.create_directories_asynchronously = False
     with context:
         # Orbax's free function, not its training.Checkpointer: retention is ours, and that class remembers a
         # save that failed and from then on skips every step up to it.

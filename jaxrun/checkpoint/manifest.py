@@ -122,15 +122,13 @@ def read(directory: Path) -> Manifest:
       ConfigError: a newer jaxrun wrote it.
     """
     path = directory / MANIFEST
-    if not directory.is_dir():
-        raise CheckpointDamaged([f"{directory}: no such checkpoint"])
     try:
         raw = path.read_bytes()
         body = json.loads(raw)["manifest"]
     except FileNotFoundError:
-        raise CheckpointDamaged(
-            [f"{path}: missing; the save never finished, or jaxrun did not write it"]
-        ) from None
+        if not os.path.isdir(directory):
+            raise CheckpointDamaged([f"{directory}: no such checkpoint"]) from None
+        raise CheckpointDamaged([f"{path}: missing; the save never finished, or it isn't jaxrun's"]) from None
     except OSError as error:
         raise CheckpointDamaged([f"{path}: cannot be read ({error.strerror})"]) from None
     except (ValueError, KeyError, TypeError):

@@ -107,9 +107,7 @@ class Guard:
         known = decision.memory.rewinds
         if self.memory.rewinds[: len(known)] == known:
             return self
-        return replace(
-            self, state=detector.truncated(self.state, to_step), memory=decision.memory, verdict=None
-        )
+        return replace(self, state=detector.truncated(self.state, to_step), memory=decision.memory, verdict=None)
 
     def rewind_for_hardware(self, step: int, onset_step: int) -> tuple[Guard, Rewind | GiveUp]:
         """A rewind that something outside asks for (unequal replicas, say); nothing is discarded."""

@@ -71,8 +71,7 @@ class Report:
         rows = self.curve.rows
         columns = [c for c in ("loss", "grad_norm") if any(getattr(row, c) is not None for row in rows)]
         lines = [
-            f"{self.curve.name}: {len(rows)} rows, steps {rows[0].step} to {rows[-1].step}, "
-            + " and ".join(columns),
+            f"{self.curve.name}: {len(rows)} rows, steps {rows[0].step} to {rows[-1].step}, " + " and ".join(columns),
             *(f"  step {d.step:>8}  {describe(d)}" for d in self.decisions),
             f"  {len(self.spikes)} spikes, {len(self.rewinds)} rewinds, {len(self.skipped_updates)} updates "
             f"skipped, {len(self.outliers)} single outliers, {len(self.nonfinite)} non-finite",
@@ -222,7 +221,7 @@ def _tensorboard(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draws loss, gradient norm with its limit, and the decisions, as a picture of the type of `path`'s ending.
+    """Draws loss, gradient norm with its limit, and the decisions; the type of picture is `path`'s ending.
 
     Raises:
       ConfigError: Matplotlib is not installed.
@@ -256,9 +255,7 @@ def plot(report: Report, path: Path) -> None:
     at = dict(losses)
     lone = [step for step in report.outliers if step in at]
     if lone:
-        top.plot(
-            lone, [at[step] for step in lone], "x", color="tab:purple", markersize=4, label="single outlier"
-        )
+        top.plot(lone, [at[step] for step in lone], "x", color="tab:purple", markersize=4, label="single outlier")
     if top.get_legend_handles_labels()[0]:
         top.legend(loc="upper right")
     for axes in rest:
@@ -284,9 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Guard options: --config.guard.patience=30 and so on.",
     )
     parser.add_argument("curve", help="CSV, JSON lines (metrics.jsonl), TensorBoard event file or folder")
-    parser.add_argument(
-        "--config", metavar="FILE", help="the config whose guard section (and num_steps) is used"
-    )
+    parser.add_argument("--config", metavar="FILE", help="the config whose guard section (and num_steps) is used")
     parser.add_argument("--png", metavar="OUT", help="draws the curve and the decisions")
     known, rest = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
     overrides = list(_overrides(rest, parser))

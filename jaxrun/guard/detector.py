@@ -30,6 +30,8 @@ _MAD_TO_SIGMA = 1.4826
 _REFIT_EVERY = 16
 # The fewest samples that say anything about a course or a new level.
 _FEW = 8
+# Far out is beyond so many times the width of the band.
+_FAR = 2
 # What one step can weigh: less than any spike_evidence that config accepts, so that no single step is a
 # spike.
 _MAX_WEIGHT = 2
@@ -196,9 +198,7 @@ def observe(state: State, record: Record, cfg: GuardConfig, reach: Reach) -> tup
     """
     step = record.step
     if state.last_step is not None and step <= state.last_step:
-        raise ValueError(
-            f"guard: step {step} after step {state.last_step}; records come in the order of the steps"
-        )
+        raise ValueError(f"guard: step {step} after step {state.last_step}; records come in the order of the steps")
     gap = 1 if state.last_step is None else step - state.last_step
     loss = record.loss if record.loss is not None and math.isfinite(record.loss) else None
     log_norm = _log(record.grad_norm)
@@ -228,9 +228,7 @@ def observe(state: State, record: Record, cfg: GuardConfig, reach: Reach) -> tup
     first = healed = False
     if excursion is not None:
         was_spike = excursion.spike
-        excursion = _continue(
-            excursion, step, cfg, gap=gap, weight=weight, high=high, loss=loss, log_norm=log_norm
-        )
+        excursion = _continue(excursion, step, cfg, gap=gap, weight=weight, high=high, loss=loss, log_norm=log_norm)
         first = excursion.spike and not was_spike
         healed = excursion.spike and excursion.calm_steps >= cfg.calm_steps
     spike = excursion is not None and excursion.spike
@@ -271,15 +269,16 @@ def observe(state: State, record: Record, cfg: GuardConfig, reach: Reach) -> tup
 
 
 def grad_limit(state: State, cfg: GuardConfig) -> float:
-    """The raw gradient norm above which the coming steps skip their update; inf: none.
+    """The raw gradient norm above which the coming steps skip their update: what is far out; inf: none.
 
-    None during the warm-up, and none once `max_skips` of the last `skip_window` steps were skipped for it: a
-    model whose updates are all skipped stands still, and can neither heal nor get used to a new level.
+    Clipping copes with what is merely out of band, and a skipped update is a batch lost. No limit during the
+    warm-up, and none once `max_skips` of the last `skip_window` steps were skipped for it: a model whose updates
+    are all skipped stands still, and can neither heal nor get used to a new level.
     """
     if state.log_norm.line is None or state.last_step is None or len(state.limit_skips) >= cfg.max_skips:
         return math.inf
     _, expected, width = _band(state.log_norm.line, state.last_step, cfg, relative=False)
-    return math.exp(min(expected + width, 700.0))  # e^709 is the largest float
+    return math.exp(min(expected + _FAR * width, 700.0))  # e^709 is the largest float
 
 
 def severity(excursion: Excursion) -> float:
@@ -368,8 +367,8 @@ def _band(line: Line | None, step: int, cfg: GuardConfig, *, relative: bool) -> 
 
 
 def _weight(excess: float, width: float) -> int:
-    """0 in the band, 1 out of it, 2 beyond twice its width."""
-    return 0 if abs(excess) <= width else 1 if abs(excess) <= 2 * width else 2
+    """0 in the band, 1 out of it, 2 far out."""
+    return 0 if abs(excess) <= width else 1 if abs(excess) <= _FAR * width else 2
 
 
 def _since(steps: tuple[int, ...], oldest: int) -> tuple[int, ...]:

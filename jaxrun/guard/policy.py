@@ -237,9 +237,7 @@ def rewind_distance(rewind_steps: int, escalation: int) -> int:
     return rewind_steps * 2**escalation
 
 
-def choose_checkpoint(
-    good_steps: Iterable[int], onset_step: int, rewind_steps: int, escalation: int = 0
-) -> int:
+def choose_checkpoint(good_steps: Iterable[int], onset_step: int, rewind_steps: int, escalation: int = 0) -> int:
     """The step to rewind to: the newest good one far enough before the onset, else the oldest, else 0.
 
     Args:

@@ -30,10 +30,10 @@ class _Batch(NamedTuple):
 def reference_flops(build: Callable[[Config], Any], config: Config) -> float:
     """Model FLOPs of one update, all devices together, by XLA's cost analysis of the run's own loss and its gradient.
 
-    The loss is lowered, not compiled, for one device and abstract arrays: layers written out, no remat, no accumulation,
-    plain attention, no dropout. XLA counts the body of a loop once and a custom kernel as nothing, so the program that
-    trains cannot be asked. All layers are alike: two depths are lowered, and what one more layer costs is their
-    difference, which is exact and as quick for 126 layers as for three.
+    The loss is lowered, not compiled, for one device and abstract arrays: layers written out, no remat, no
+    accumulation, plain attention, no dropout. XLA counts the body of a loop once and a custom kernel as nothing, so
+    the program that trains cannot be asked. All layers are alike: two depths are lowered, and what one more layer
+    costs is their difference, which is exact and as quick for 126 layers as for three.
 
     Args:
       build: `jaxrun.step.build`.
@@ -95,7 +95,7 @@ def param_count(cfg: ModelConfig, seq_len: int) -> int:
 
 
 def flops_6n(cfg: ModelConfig, seq_len: int, tokens: int) -> float:
-    """6 N per token with N all parameters (Kaplan et al. 2020, arXiv:2001.08361): the usual shorthand, without attention."""
+    """6 N per token, N being all parameters (Kaplan et al. 2020, arXiv:2001.08361): the usual shorthand."""
     return 6.0 * param_count(cfg, seq_len) * tokens
 
 

@@ -7,10 +7,10 @@ import psutil
 
 
 def memory_stats() -> dict[str, int | None]:
-    """Bytes: `host_rss_bytes` of this process; `device_in_use_bytes`, `device_peak_bytes` and `device_limit_bytes` of the
-    fullest local device, null where the backend does not say (a CPU)."""
+    """`host_rss_bytes` of this process; `device_in_use_bytes`, `device_peak_bytes` and `device_limit_bytes` of the
+    fullest local device, None where the backend does not say (a CPU)."""
     stats = [s for s in (device.memory_stats() for device in jax.local_devices()) if s]
-    fullest = max(stats, key=lambda s: s.get("peak_bytes_in_use", 0), default={})
+    fullest: dict[str, int] = max(stats, key=lambda s: s.get("peak_bytes_in_use", 0), default={})
     return {
         "host_rss_bytes": psutil.Process().memory_info().rss,
         "device_in_use_bytes": fullest.get("bytes_in_use"),

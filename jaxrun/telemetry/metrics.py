@@ -269,8 +269,12 @@ class _TensorBoard:
 def _history(series: Series, points: int = CLEAN_POINTS) -> Iterator[tuple[int, dict[str, float]]]:
     """(step, tag -> value) of the lines of a series, evenly thinned to `points` for each kind of line."""
     is_eval = series.is_eval
-    for i in np.sort(np.concatenate([_thinned(np.flatnonzero(kind), points) for kind in (is_eval, ~is_eval)])):
-        yield int(series["step"][i]), scalars({k: v[i] for k, v in series.columns.items() if not v.mask[i]})
+    rows = np.concatenate([_thinned(np.flatnonzero(kind), points) for kind in (is_eval, ~is_eval)])
+    for i in np.sort(rows).tolist():
+        yield (
+            int(series["step"][i]),
+            scalars({k: v[i] for k, v in series.columns.items() if not np.ma.getmaskarray(v)[i]}),
+        )
 
 
 def _thinned(rows: np.ndarray, points: int) -> np.ndarray:

@@ -56,8 +56,9 @@ _PEAKS: tuple[tuple[str, float, float, str], ...] = (
     (r"NVIDIA GeForce RTX 4090", 165.2, 82.6, "NVIDIA Ada architecture whitepaper"),
     # AMD Instinct MI300X data sheet: BF16 matrix 1,307.4, FP32 matrix 163.4.
     (r"AMD Instinct MI300X.*", 1307.4, 163.4, "AMD Instinct MI300X data sheet"),
-    # Google Cloud TPU documentation, "system architecture" of each generation: peak compute per chip, bf16. A v4 or v5p
-    # chip is one device; a TPU7x chip (2,307) is two, as JAX cannot join its TensorCores (ChipVersion in Pallas's documentation).
+    # Google Cloud TPU documentation, "system architecture" of each generation: peak compute per chip, bf16. A
+    # v4 or v5p chip is one device; a TPU7x chip (2,307) is two: its TensorCores cannot be joined (`ChipVersion` in
+    # Pallas's documentation).
     (r"TPU v4", 275, 275, "Google Cloud TPU v4 documentation"),
     (r"TPU v5 lite|TPU v5e", 197, 197, "Google Cloud TPU v5e documentation"),
     (r"TPU v5|TPU v5p", 459, 459, "Google Cloud TPU v5p documentation"),
@@ -125,7 +126,7 @@ def utilization(flops: float | None, step_time_s: float, num_devices: int, of: P
       flops: of one step, on all devices.
 
     Returns:
-      None where a number is missing, and where the share is above 1: one of the three is wrong then, and the log says so once.
+      None where a number is missing, and where the share is above 1: one of them is wrong then, as the log says once.
     """
     if flops is None or of is None or not step_time_s > 0:
         return None
@@ -134,8 +135,8 @@ def utilization(flops: float | None, step_time_s: float, num_devices: int, of: P
         if of not in _refused:
             _refused.add(of)
             log.error(
-                "MFU would be %.0f %%, which cannot be: either the peak of %.4g FLOP/s (%s) is not this device's, or the step was timed "
-                "wrongly; null is recorded. telemetry.peak_flops sets the device's dense rate",
+                "MFU would be %.0f %%, which cannot be: either the peak of %.4g FLOP/s (%s) is not this device's, or "
+                "the step was timed wrongly; null is recorded. telemetry.peak_flops sets the device's dense rate",
                 100 * share, of.flops, of.source,
             )  # fmt: skip
         return None

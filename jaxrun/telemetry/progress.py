@@ -151,7 +151,8 @@ class Profile:
         self._running = False
 
     def before(self, step: int, pending: Any) -> None:
-        """To be called before `step` is dispatched. `pending`: arrays of the steps so far, waited for where a trace starts or ends."""
+        """To be called before `step` is dispatched. `pending`: arrays that the steps so far compute; they are waited
+        for where a trace starts or ends."""
         if self._running and step >= self._end:
             jax.block_until_ready(pending)
             self.close()

@@ -76,10 +76,8 @@ def all_lines(workdir: Path, *, keys: Sequence[str] | None = None, end: int | No
     pieces: list[tuple[np.ndarray, tuple[str, ...], np.ndarray, np.ndarray]] = []
     num_rows = 0
     for records in _blocks(Path(workdir) / METRICS, end):
-        groups: dict[tuple[str, ...], list[int]] = {}
-        for i, record in enumerate(records):
-            groups.setdefault(tuple(record), []).append(i)
-        for names, members in groups.items():
+        for members in _alike(records):
+            names = records[members[0]]
             wanted = tuple(n for n in names if keys is None or n in keys or n in ("step", "attempt", "eval_loss"))
             pieces.append((np.array(members) + num_rows, *_numbers([records[i] for i in members], wanted)))
         num_rows += len(records)
@@ -87,7 +85,7 @@ def all_lines(workdir: Path, *, keys: Sequence[str] | None = None, end: int | No
 
 
 def restores(events: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """Attempt -> the step that it went back to. An event that restores carries the number of the attempt that it begins."""
+    """Attempt -> the step that it went back to. The event of a restore has the number of the attempt that begins."""
     points: dict[int, int] = {}
     for event in events:
         if event["kind"] in ("resume", "rewind"):
@@ -129,8 +127,25 @@ def _blocks(path: Path, end: int | None) -> Iterator[list[dict[str, Any]]]:
                 yield pydantic_core.from_json(b"[" + whole.replace(b"\n", b",") + b"]", cache_strings="keys")
 
 
+def _alike(records: list[dict[str, Any]]) -> list[list[int]]:
+    """The indices of the records, grouped by their keys."""
+    lengths = np.fromiter(map(len, records), np.int64, len(records))
+    groups: list[list[int]] = []
+    for length in np.unique(lengths).tolist():
+        members = np.flatnonzero(lengths == length).tolist()
+        keys = records[members[0]].keys()
+        if all(records[i].keys() == keys for i in members):
+            groups.append(members)
+        else:
+            by_keys: dict[frozenset[str], list[int]] = {}
+            for i in members:
+                by_keys.setdefault(frozenset(records[i]), []).append(i)
+            groups.extend(by_keys.values())
+    return groups
+
+
 def _numbers(records: list[dict[str, Any]], names: tuple[str, ...]) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
-    """Names of the numeric columns, their values float64 [lines, names] and where they are null, bool [lines, names]."""
+    """Names of the numeric columns; their values, float64 [lines, names]; where they are null, bool [lines, names]."""
     # Two names at least, as itemgetter of one returns no tuple; "step" and "attempt" are always among them.
     rows = list(map(itemgetter(*names), records))
     try:

@@ -126,18 +126,12 @@ def score(alarms: list[int], onsets: tuple[int, ...]) -> tuple[int, int, list[in
     """(true alarms, false alarms, delay of each onset found, in steps)."""
     episodes: list[list[int]] = []
     for alarm in alarms:
-        if (
-            episodes
-            and alarm - episodes[-1][-1] < 50
-            and not any(episodes[-1][-1] < o <= alarm for o in onsets)
-        ):
+        if episodes and alarm - episodes[-1][-1] < 50 and not any(episodes[-1][-1] < o <= alarm for o in onsets):
             episodes[-1].append(alarm)
         else:
             episodes.append([alarm])
     near = [[o for o in onsets if o - 5 <= episode[0] <= o + SLACK] for episode in episodes]
-    found = {
-        o: episode[0] - o for episode, os in reversed(list(zip(episodes, near, strict=True))) for o in os
-    }
+    found = {o: episode[0] - o for episode, os in reversed(list(zip(episodes, near, strict=True))) for o in os}
     return sum(map(bool, near)), len(episodes) - sum(map(bool, near)), list(found.values())
 
 
@@ -168,7 +162,7 @@ def compare(curves: dict[str, tuple[Record, ...]]) -> None:
 
 
 def outcomes(curves: dict[str, tuple[Record, ...]], cfg: GuardConfig) -> tuple[int, int, int, int, int]:
-    """(labelled spikes found, false spikes, rewinds right, rewinds wrong, updates skipped on healthy curves)."""
+    """(labelled spikes found, false spikes, right rewinds, wrong rewinds, skipped updates if healthy)."""
     found = false = right = wrong = skipped = 0
     for curve, rows in curves.items():
         onsets, rewind = LABELS[curve]
@@ -195,9 +189,7 @@ def sweep(curves: dict[str, tuple[Record, ...]]) -> None:
         "patience": (10, 15, 20, 30, 40, 50, 75, 100),
         "shift_limit": (0.2, 0.35, 0.5, 0.75),
     }
-    print(
-        "| option | value | spikes found | false spikes | divergences rewound | wrong rewinds | skips, healthy |"
-    )
+    print("| option | value | found | false | divergences rewound | wrong rewinds | skips, healthy |")
     print("|---" * 7 + "|")
     for option, values in changes.items():
         for value in values:
@@ -215,20 +207,14 @@ def cost(rows: tuple[Record, ...]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("curves", type=Path)
     parser.add_argument("--sweep", action="store_true", help="vary each threshold by itself")
     arguments = parser.parse_args()
-    curves = {
-        name: load(arguments.curves, name) for name in LABELS if (arguments.curves / f"{name}.csv").exists()
-    }
+    curves = {name: load(arguments.curves, name) for name in LABELS if (arguments.curves / f"{name}.csv").exists()}
     compare(curves)
     found, false, right, wrong, skipped = outcomes(curves, GuardConfig())
-    print(
-        f"\njaxrun: {found} spikes found, {false} false, {right} divergences rewound, {wrong} wrong rewinds,"
-    )
+    print(f"\njaxrun: {found} spikes found, {false} false, {right} divergences rewound, {wrong} wrong rewinds,")
     print(f"{skipped} updates skipped on the healthy curves")
     if "llmc_gpt2_124m_adamw" in curves:
         cost(curves["llmc_gpt2_124m_adamw"])

@@ -15,6 +15,9 @@ from jaxrun.checkpoint import Checkpointer
 
 from .conftest import Recorder
 
+# Orbax never awaits the rest of a save that failed early.
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'OrbaxLayout:RuntimeWarning")
+
 Opener = Callable[..., Checkpointer]
 
 

@@ -42,7 +42,7 @@ def test_the_state_may_be_donated_as_soon_as_save_returns(open_checkpoints: Open
         checkpoints.save(step, {"x": x}, {})
         for _ in range(3):
             donated, x = x, train({"x": x})["x"]
-            assert donated.is_deleted()
+        assert donated.is_deleted()
         checkpoints.wait()
         like = {"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)}
         assert np.all(np.asarray(checkpoints.restore(step, like)[0]["x"]) == 1 + 3 * (step - 1))

@@ -14,8 +14,8 @@ from jaxrun.config import Config, ModelConfig, TrainConfig
 from jaxrun.telemetry.flops import _lowered_flops, analytic_flops, flops_6n, param_count, reference_flops
 
 GPT2 = ModelConfig(
-    num_layers=12, d_model=768, num_heads=12, d_ff=3072, vocab_size=50257, norm="layernorm", mlp="gelu", positions="learned",
-    max_positions=1024, bias=True, tied_embedding=True,
+    num_layers=12, d_model=768, num_heads=12, d_ff=3072, vocab_size=50257, norm="layernorm", mlp="gelu",
+    positions="learned", max_positions=1024, bias=True, tied_embedding=True,
 )  # fmt: skip
 LLAMA = ModelConfig(
     num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, d_ff=14336, vocab_size=128256, dtype="bfloat16"

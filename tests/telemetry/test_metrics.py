@@ -21,23 +21,23 @@ RUN = """
 import json, sys, threading, time
 from pathlib import Path
 start = time.perf_counter()
-from jaxrun.journal import Journal
+from jaxrun.journal import EVENTS, LineFile
 from jaxrun.telemetry.metrics import MetricsWriter
 workdir = Path(sys.argv[1])
-journal = Journal(workdir, 0)
-journal.write("start", step=0)
+events = LineFile(workdir / EVENTS)
+events.append({"kind": "start", "attempt": 0, "step": 0})
 writer = MetricsWriter(workdir, tensorboard=True, attempt=0)
 writer.write_hparams({"optim.peak_lr": 3e-4, "model.num_kv_heads": None, "data.source": "stdlib"})
 def line(step, attempt, loss):
-    writer.write({"step": step, "attempt": attempt, "batch_index": step - 1, "time": 0.0, "loss": loss, "mfu": None, "grad_norm": float("nan")})
+    numbers = {"loss": loss, "mfu": None, "grad_norm": float("nan")}
+    writer.write({"step": step, "attempt": attempt, "batch_index": step - 1, "time": 0.0, **numbers})
 for step in range(1, 7):
     line(step, 0, 10.0 + step)
 writer.write({"step": 6, "attempt": 0, "time": 0.0, "eval_loss": 5.0})
 waited = time.perf_counter() - start
 assert "tensorflow" not in sys.modules or any(t.name == "tensorboard" for t in threading.enumerate())
 writer.flush()
-journal.attempt = 1
-journal.write("rewind", step=6, onset=4, from_step=6, to_step=3)
+events.append({"kind": "rewind", "attempt": 1, "step": 6, "to_step": 3})
 writer.rewound(1)
 for step in (4, 5):
     line(step, 1, 20.0 + step)
@@ -48,7 +48,7 @@ found = {}
 for run in sorted((workdir / "tensorboard").iterdir()):
     events = EventAccumulator(str(run)).Reload()
     found[run.name] = {t: [[e.step, str(e.value)] for e in events.Scalars(t)] for t in events.Tags()["scalars"]}
-    found[run.name]["plugins"] = sorted(events.summary_metadata[t].plugin_data.plugin_name for t in events.summary_metadata)
+    found[run.name]["plugins"] = sorted(m.plugin_data.plugin_name for m in events.summary_metadata.values())
 print(json.dumps({"runs": found, "failures": writer.failures, "gpus": len(tf.config.get_visible_devices("GPU"))}))
 """
 

@@ -22,10 +22,12 @@ def device(kind: str, platform: str = "gpu") -> Any:
     [
         ("NVIDIA A100-SXM4-40GB", 312, 156), ("NVIDIA A100-SXM4-80GB", 312, 156), ("NVIDIA A100-PCIE-40GB", 312, 156),
         ("NVIDIA A100 80GB PCIe", 312, 156), ("NVIDIA H100 80GB HBM3", 989.4, 494.7), ("NVIDIA H100 PCIe", 756.5, 378),
-        ("NVIDIA H100 NVL", 835.5, 417.5), ("NVIDIA H200", 989.4, 494.7), ("NVIDIA B200", 2250, 1125), ("NVIDIA GB200", 2500, 1250),
+        ("NVIDIA H100 NVL", 835.5, 417.5), ("NVIDIA H200", 989.4, 494.7),
+        ("NVIDIA B200", 2250, 1125), ("NVIDIA GB200", 2500, 1250),
         ("NVIDIA L4", 121, 60), ("NVIDIA L40S", 362.05, 183), ("NVIDIA GeForce RTX 4090", 165.2, 82.6),
         ("AMD Instinct MI300X", 1307.4, 163.4), ("TPU v4", 275, 275), ("TPU v5 lite", 197, 197), ("TPU v5e", 197, 197),
-        ("TPU v5", 459, 459), ("TPU v5p", 459, 459), ("TPU v6 lite", 918, 918), ("TPU v6e", 918, 918), ("TPU7x", 1153.5, 1153.5),
+        ("TPU v5", 459, 459), ("TPU v5p", 459, 459), ("TPU v6 lite", 918, 918), ("TPU v6e", 918, 918),
+        ("TPU7x", 1153.5, 1153.5),
     ],
 )  # fmt: skip
 def test_known_devices_have_their_vendors_dense_rate(kind: str, bfloat16: float, float32: float) -> None:

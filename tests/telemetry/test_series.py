@@ -70,8 +70,8 @@ def test_the_clean_series_drops_exactly_what_a_later_restore_went_back_below(tmp
     found = [
         {"step": int(s), "attempt": int(a), **({"eval_loss": e} if is_eval else {"loss": x})}
         for s, a, x, e, is_eval in zip(
-            series["step"], series["attempt"], *(series.columns.get(k, [None] * len(series)) for k in ("loss", "eval_loss")),
-            series.is_eval, strict=True,
+            series["step"], series["attempt"],
+            *(series.columns.get(k, [None] * len(series)) for k in ("loss", "eval_loss")), series.is_eval, strict=True,
         )
     ]  # fmt: skip
     assert found == sorted(expected, key=key)

@@ -1,0 +1,71 @@
+"""A kill at any moment leaves every acknowledged checkpoint whole, and nothing half-written that looks whole."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxrun.checkpoint import Checkpointer, verify
+
+from .conftest import Recorder
+from .states import abstract, bits, make_state
+
+# Saves for ever, from the newest sound checkpoint on; says "started", and every event once it is reported.
+SAVER = """
+import itertools, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from checkpoint.states import abstract, make_state
+from jaxrun.checkpoint import Checkpointer
+checkpoints = Checkpointer(Path(sys.argv[1]), keep=2, on_event=lambda k, f: print(k, f["step"], flush=True))
+found = checkpoints.restore_newest(abstract("1"))
+print("started", found[0] if found else 0, flush=True)
+for step in itertools.count(found[0] + 1 if found else 1):
+    checkpoints.save(step, make_state("1", seed=step), {"step": step}, wait=step % 2 == 0)
+    checkpoints.poll()
+"""
+
+
+def save_until_killed(directory: Path, rng: random.Random) -> list[list[str]]:
+    """Lets a saver run, kills it at a random moment within a few saves; returns what it had reported."""
+    tests = str(Path(__file__).parents[1])
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(
+        [sys.executable, "-c", SAVER, str(directory), tests], stdout=subprocess.PIPE, text=True, env=env
+    ) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline()]
+        assert lines[0].startswith("started")
+        time.sleep(rng.uniform(0.3, 1.5))
+        process.send_signal(signal.SIGKILL)
+        lines += process.stdout.readlines()
+    return [line.split() for line in lines if line.endswith("\n")]
+
+
+@pytest.mark.slow
+def test_fifteen_kills_lose_nothing_that_was_acknowledged(directory: Path) -> None:
+    rng = random.Random(0)
+    newest = 0
+    for _ in range(15):
+        reports = save_until_killed(directory, rng)
+        assert int(reports[0][1]) >= newest
+        newest = max([newest, *(int(step) for kind, step in reports if kind == "checkpoint_saved")])
+        events = Recorder()
+        checkpoints = Checkpointer(directory, keep=2, on_event=events)
+        steps = checkpoints.steps()
+        assert newest in steps
+        assert all(verify(directory / str(step)) == [] for step in steps)
+        found = checkpoints.restore_newest(abstract())
+        assert found is not None
+        step, state, host_state = found
+        assert step >= newest
+        assert bits(state) == bits(make_state(seed=step))
+        assert host_state == {"step": step}
+        assert all(e["step"] > newest for e in events.of("checkpoint_rejected"))
+        checkpoints.close()
+    assert newest > 15
