@@ -12,14 +12,14 @@ from pathlib import Path
 
 from jaxrun import __version__
 from jaxrun import config as config_lib
-from jaxrun.config import Config, ConfigError
+from jaxrun.config import ConfigError
 
 log = logging.getLogger("jaxrun")
 
 BAD_CONFIG = 78
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:  # noqa: PLR0911 (one for each way to end)
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
@@ -132,22 +132,15 @@ def _train(argv: Sequence[str]) -> int:
     return train.train(config, args.workdir, accept_config_change=args.accept_config_change)
 
 
-def _run_config(workdir: Path) -> Config:
-    path = workdir / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{workdir}: is no run directory (it has no config.json); give the --workdir of a run")
-    return config_lib.load(path)
-
-
 def _eval(argv: Sequence[str]) -> int:
     parser = _Parser(prog="jaxrun eval", description="The loss of a checkpoint on all held-out text.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
     parser.add_argument("--step", type=int, help="which checkpoint (default: the newest sound one)")
     args = parser.parse_args(argv)
-    config = _run_config(args.run)
 
-    from jaxrun import inference
+    from jaxrun import inference, operate
 
+    config = operate.load_config(args.run)
     inference.print_evaluation(config, args.run, step=args.step)
     return 0
 
@@ -161,22 +154,102 @@ def _sample(argv: Sequence[str]) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    config = _run_config(args.run)
     if not args.prompt:
         raise ConfigError("jaxrun sample: --prompt is empty; give at least one character")
     if args.tokens < 1 or args.temperature < 0:
         raise ConfigError("jaxrun sample: --tokens has to be 1 or more, --temperature 0 or more")
 
-    from jaxrun import inference
+    from jaxrun import inference, operate
 
-    print(inference.sample(config, args.run, step=args.step, prompt=args.prompt, num_tokens=args.tokens, temperature=args.temperature, seed=args.seed))  # fmt: skip
+    text = inference.sample(
+        operate.load_config(args.run), args.run, step=args.step, prompt=args.prompt, num_tokens=args.tokens,
+        temperature=args.temperature, seed=args.seed,
+    )  # fmt: skip
+    print(text)
     return 0
+
+
+def _checkpoints(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="jaxrun checkpoints", description="A run's checkpoints: step, label, size, age, state of the hashes."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
+    args = parser.parse_args(argv)
+
+    from jaxrun import operate
+
+    print(operate.list_checkpoints(args.run))
+    return 0
+
+
+def _verify(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="jaxrun verify", description="Reads every byte of the checkpoints; exit code 1 if one is damaged."
+    )
+    parser.add_argument("path", type=Path, metavar="RUN|DIR", help="a run directory, or one checkpoint")
+    args = parser.parse_args(argv)
+
+    from jaxrun import operate
+
+    damaged = 0
+    for path, problems in operate.verify(args.path):
+        print(f"{path}: {'sound' if not problems else 'damaged'}", *problems, sep="\n  ")
+        damaged += bool(problems)
+    return 1 if damaged else 0
+
+
+def _rewind(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="jaxrun rewind", description="An operator's own rewind; the next start of the run carries it out."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
+    parser.add_argument(
+        "--to", type=int, required=True, metavar="S", help="the checkpoint to go back to; 0 is the start"
+    )
+    parser.add_argument("--skip", metavar="A:B", help="batches to discard, from A up to but not including B")
+    parser.add_argument(
+        "--lr-scale", type=float, default=1.0, metavar="X", help="factor on the learning rate, ramped back to 1"
+    )
+    args = parser.parse_args(argv)
+    skip = None
+    if args.skip:
+        first, colon, end = args.skip.partition(":")
+        if not (colon and first.isdecimal() and end.isdecimal()):
+            raise ConfigError(f"--skip {args.skip}: write FIRST:END, batch indices counted from 0")
+        skip = (int(first), int(end))
+
+    from jaxrun import operate
+
+    decision = operate.rewind(
+        args.run, operate.load_config(args.run), to_step=args.to, skip=skip, lr_scale=args.lr_scale
+    )
+    print(
+        f"journaled: back to step {args.to}, discarding {decision.skip or 'nothing'}, learning rate x {decision.lr_scale:g}; start the run again"
+    )
+    return 0
+
+
+def _metrics(argv: Sequence[str]) -> int:
+    from jaxrun.telemetry.series import metrics_main
+
+    return metrics_main(argv)
+
+
+def _backtest(argv: Sequence[str]) -> int:
+    from jaxrun.guard import backtest
+
+    return backtest.main(argv)
 
 
 VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "train a run, or go on with it"),
     "eval": (_eval, "held-out loss of a checkpoint"),
     "sample": (_sample, "text that the model writes"),
+    "metrics": (_metrics, "a run's numbers for notebooks"),
+    "checkpoints": (_checkpoints, "a run's checkpoints and what they are worth"),
+    "verify": (_verify, "read every byte of the checkpoints"),
+    "rewind": (_rewind, "send a run back to a checkpoint"),
+    "backtest": (_backtest, "the guard over an old loss curve"),
 }
 
 if __name__ == "__main__":

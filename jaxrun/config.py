@@ -242,7 +242,7 @@ _STRICT = pydantic.ConfigDict(extra="forbid", strict=True)
 for _section in (
     TrainConfig, ModelConfig, OptimConfig, MeshConfig, DataConfig, CheckpointConfig, GuardConfig, TelemetryConfig, Config,
 ):  # fmt: skip
-    _section.__pydantic_config__ = _STRICT  # type: ignore[attr-defined]
+    _section.__pydantic_config__ = _STRICT  # type: ignore[union-attr]
 
 # A resumed run may change these; a change to anything else under the same prefixes alters what the run means
 # (its model, its data, its numbers' origin) and is refused unless it is asked for by name.
@@ -429,7 +429,13 @@ def _explain(error: Any) -> str:
 
 
 def _problems(c: Config) -> Iterator[tuple[str, str]]:
-    """Combinations that cannot work, known without looking at devices or data: (dotted path, what and remedy)."""
+    """What cannot work, as far as that is known without looking at devices or data: (dotted path, what and remedy)."""
+    yield from _values_out_of_range(c)
+    yield from _impossible_models(c)
+    yield from _impossible_runs(c)
+
+
+def _values_out_of_range(c: Config) -> Iterator[tuple[str, str]]:
     positive = (
         "train.num_steps", "train.batch_size", "train.seq_len", "train.accum_steps", "train.log_every", "train.eval_batches",
         "model.num_layers", "model.d_model", "model.num_heads", "model.num_kv_heads", "model.d_ff", "model.vocab_size",
@@ -466,7 +472,10 @@ def _problems(c: Config) -> Iterator[tuple[str, str]]:
         top_allowed = path in ("optim.final_lr_ratio", "optim.decay_fraction")
         if not 0 <= flat[path] <= 1 or (flat[path] == 1 and not top_allowed):
             yield path, f"is {flat[path]}; it has to lie in [0, 1{']' if top_allowed else ')'}"
-    m, t, o = c.model, c.train, c.optim
+
+
+def _impossible_models(c: Config) -> Iterator[tuple[str, str]]:
+    m, t = c.model, c.train
     if m.num_heads > 0 and m.head_dim is None and m.d_model % m.num_heads:
         yield (
             "model.num_heads",
@@ -490,6 +499,12 @@ def _problems(c: Config) -> Iterator[tuple[str, str]]:
             "model.attention",
             "cudnn computes in bfloat16; set model.dtype to bfloat16 or model.attention to xla",
         )
+    if c.data.tokenizer == "bytes" and 0 < m.vocab_size < 256 and not c.data.source.endswith(".bin"):
+        yield "model.vocab_size", f"is {m.vocab_size}; bytes need 256"
+
+
+def _impossible_runs(c: Config) -> Iterator[tuple[str, str]]:
+    t, o = c.train, c.optim
     if t.accum_steps > 0 and t.batch_size % t.accum_steps:
         yield (
             "train.accum_steps",
@@ -529,22 +544,3 @@ def _problems(c: Config) -> Iterator[tuple[str, str]]:
         faults.parse(c.faults)
     except ValueError as error:
         yield "faults", str(error)
-    if c.data.tokenizer == "bytes" and 0 < m.vocab_size < 256 and not c.data.source.endswith(".bin"):
-        yield "model.vocab_size", f"is {m.vocab_size}; bytes need 256"
-    g = c.guard
-    if not 16 <= g.warmup <= g.window:
-        yield "guard.warmup", f"is {g.warmup}; it has to lie between 16 samples and guard.window {g.window}"
-    if g.norm_floor <= 1:
-        yield "guard.norm_floor", f"is {g.norm_floor}; it is a factor above 1"
-    if g.spike_evidence < 3:
-        yield (
-            "guard.spike_evidence",
-            f"is {g.spike_evidence}; a single step counts up to 2 and is no spike, use 3 or more",
-        )
-    if g.patience is not None and g.max_patience is not None and g.max_patience < g.patience:
-        yield "guard.max_patience", f"is {g.max_patience}, less than guard.patience {g.patience}; raise it"
-    if g.lr_factor > 1 or g.lr_floor > g.lr_factor:
-        yield (
-            "guard.lr_factor",
-            f"is {g.lr_factor}, the floor {g.lr_floor}; it takes guard.lr_floor <= guard.lr_factor <= 1",
-        )

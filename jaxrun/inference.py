@@ -14,6 +14,7 @@ from jaxrun import data, models, sharding
 from jaxrun import step as step_lib
 from jaxrun.checkpoint import Checkpointer
 from jaxrun.config import Config, ConfigError, MeshConfig
+from jaxrun.evaluate import held_out_loss
 
 
 def load(
@@ -46,22 +47,12 @@ def evaluate(config: Config, workdir: Path, *, step: int | None = None) -> dict[
     step, params, fns, mesh = load(config, workdir, step)
     t = config.train
     dataset = data.open_dataset(config.data, seq_len=t.seq_len, vocab_size=config.model.vocab_size, seed=t.seed)
+    if dataset.eval_problem:
+        raise ConfigError(dataset.eval_problem)
     batch_size = len(jax.devices()) * max(1, t.batch_size // len(jax.devices()))
-    rows = sharding.local_rows(batch_size, mesh)
-    nll = weight = 0.0
     with jax.set_mesh(mesh):
-        eval_step = jax.jit(fns.eval_step)
-        for j in range(math.ceil(dataset.num_eval_sequences / batch_size)):
-            held_out = dataset.eval_rows(j, rows, batch_size)
-            arrays = (
-                sharding.from_local_rows(x, rows, batch_size, mesh)
-                for x in (held_out.inputs, held_out.targets, held_out.weights)
-            )
-            sums = eval_step(params, step_lib.Batch(*arrays))
-            nll, weight = nll + float(sums.nll), weight + float(sums.weight)
-    if not weight:
-        raise ConfigError(f"{workdir}: its data has no held-out text; set data.eval_fraction")
-    return {"step": step, "eval_loss": nll / weight, "tokens": int(weight)}
+        loss, tokens = held_out_loss(jax.jit(fns.eval_step), params, dataset, batch_size=batch_size, mesh=mesh)
+    return {"step": step, "eval_loss": loss, "tokens": tokens}
 
 
 def print_evaluation(config: Config, workdir: Path, *, step: int | None) -> None:

@@ -127,7 +127,7 @@ class StepRecords:
         os.ftruncate(self._fd, size - size % STEP_RECORD.itemsize)  # torn by a crash of the machine
 
     def append(self, **fields: Any) -> None:
-        os.write(self._fd, np.array([tuple(fields[name] for name in STEP_RECORD.names)], STEP_RECORD).tobytes())
+        os.write(self._fd, np.array([tuple(fields[name] for name in STEP_RECORD.names or ())], STEP_RECORD).tobytes())
 
     def close(self) -> None:
         os.close(self._fd)

@@ -22,11 +22,6 @@ log = logging.getLogger("jaxrun")
 CONFIG = "config.json"
 RUN = "run.json"
 LOG = "train.log"
-# The kinds of event that a later decision rests on; the others are for those who read the journal.
-DECISIVE = (
-    "checkpoint_saved", "checkpoint_verified", "checkpoint_good", "checkpoint_rejected", "spike", "rebaselined", "rewind",
-    "window_skipped", "resume", "fault", "gave_up", "finished",
-)  # fmt: skip
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -73,12 +68,12 @@ def config_changes(workdir: Path, config: Config, fingerprint: str, *, accept: b
 
 
 def claim(
-    workdir: Path, config: Config, fingerprint: str, data: str, mesh: dict[str, int], facts: dict[str, Any], *, accept: bool
+    workdir: Path, config: Config, *, fingerprint: str, data: str, mesh: dict[str, int], facts: dict[str, Any], accept: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Checks this start against what `workdir` holds, then writes it down in config.json and run.json.
 
     Returns:
-      attempt: the number of this start. events: the journal's decisive events so far.
+      attempt: the number of this start. events: the journal so far.
     """
     changed = config_changes(workdir, config, fingerprint, accept=accept)
     log_to(workdir / LOG)
@@ -108,7 +103,7 @@ def claim(
     )
     write_atomically(workdir / CONFIG, to_json(config))
     write_atomically(workdir / RUN, json.dumps(run, indent=2) + "\n")
-    return {"attempt": attempt, "events": [e for e in events if e["kind"] in DECISIVE]}
+    return {"attempt": attempt, "events": events}
 
 
 def log_to(path: Path) -> None:

@@ -113,8 +113,9 @@ def local_rows(num_rows: int, mesh: Mesh) -> list[int]:
     """The rows of a global batch that this process's devices hold, ascending."""
     sharding = batch_sharding((num_rows,), mesh)
     rows: set[int] = set()
-    for (rows_of_device,) in sharding.addressable_devices_indices_map((num_rows,)).values():
-        rows.update(range(*rows_of_device.indices(num_rows)))
+    for index in sharding.addressable_devices_indices_map((num_rows,)).values():
+        assert index is not None
+        rows.update(range(*index[0].indices(num_rows)))
     return sorted(rows)
 
 
@@ -123,7 +124,8 @@ def from_local_rows(local: np.ndarray, rows: Sequence[int], num_rows: int, mesh:
     shape = (num_rows, *local.shape[1:])
     place = {row: i for i, row in enumerate(rows)}
 
-    def block(index: tuple[slice, ...]) -> np.ndarray:
+    def block(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         start, stop, _ = index[0].indices(num_rows)
         return local[place[start] : place[stop - 1] + 1]
 

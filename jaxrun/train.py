@@ -21,13 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrun import config as config_lib
 from jaxrun import checkpoint, data, faults, launch, rundir, sharding
+from jaxrun import config as config_lib
 from jaxrun import step as step_lib
 from jaxrun.config import Config, ConfigError
-from jaxrun.guard import GiveUp, Guard, Rebaseline, Record, Rewind, SpikeOver, SpikeSeen, choose_checkpoint, labels
-from jaxrun.journal import Journal, StepRecords, is_skipped, plain, skipped_windows
-from jaxrun.telemetry.flops import flops_6n, reference_flops
+from jaxrun.data.cache import cache_root
+from jaxrun.evaluate import held_out_loss, to_devices
+from jaxrun.guard import GiveUp, Guard, Rebaseline, Record, Rewind, SpikeOver, SpikeSeen, choose_checkpoint
+from jaxrun.history import History, rewind_events
+from jaxrun.journal import StepRecords, is_skipped, plain
+from jaxrun.telemetry.flops import flops_6n, param_count, reference_flops
 from jaxrun.telemetry.interval import Interval
 from jaxrun.telemetry.metrics import MetricsWriter
 from jaxrun.telemetry.peaks import Peak, peak, utilization
@@ -43,6 +46,8 @@ FINISHED, GAVE_UP, STOPPED = 0, 70, 75
 # decides the same again.
 LAG = 2
 
+SEEN = {SpikeSeen: "spike", SpikeOver: "the spike is over", Rebaseline: "a new level is taken for normal"}
+
 
 def train(config: Config, workdir: Path, *, accept_config_change: bool = False) -> int:
     """Trains until `num_steps`, or until asked to stop; goes on where the newest sound checkpoint in `workdir` ends.
@@ -54,6 +59,7 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
       ConfigError: before anything is compiled, or written into `workdir`.
     """
     launch.start()
+    launch.cache_compilations(cache_root(config.data.cache_dir) / "xla")
     sizes = sharding.resolve(config.mesh, jax.device_count())
     sharding.check(config, sizes)
     dataset = _open_data(config)
@@ -87,7 +93,7 @@ class InFlight:
     batch_index: int
     lr_scale: float
     grad_limit: float
-    metrics: step_lib.Metrics
+    metrics: Any  # step_lib.Metrics of arrays
 
 
 class Run:
@@ -105,20 +111,17 @@ class Run:
 
         self.lock: launch.RunLock | None = None
         claim = launch.agree(lambda: self._claim(accept_config_change))
-        # Of the journal's events, those that decisions rest on; kept as the journal grows.
-        self.events: list[dict[str, Any]] = claim["events"]
-        self.attempt: int = claim["attempt"]
 
         # From here on this process owns the run directory (its process 0 does).
         self.stop = launch.StopRequest()
         is_writer = jax.process_index() == 0
-        self.journal = Journal(workdir, self.attempt) if is_writer else None
+        self.history = History(workdir, claim["events"], claim["attempt"])
         self.records = StepRecords(workdir) if is_writer else None
-        self.metrics = MetricsWriter(workdir, tensorboard=config.telemetry.tensorboard, attempt=self.attempt) if is_writer else None  # fmt: skip
-        self.progress = Progress(config.train.num_steps) if is_writer else None
+        p, attempt = config.telemetry, self.history.attempt
+        self.metrics = MetricsWriter(workdir, tensorboard=p.tensorboard, attempt=attempt) if is_writer else None
         if self.metrics:
             self.metrics.write_hparams(config_lib.flatten(config_lib.to_dict(config)))
-        p = config.telemetry
+        self.progress = Progress(config.train.num_steps) if is_writer else None
         self.profile = Profile(
             workdir / "tensorboard" / "profile", first_step=p.profile_start, num_steps=p.profile_steps
         )
@@ -143,12 +146,13 @@ class Run:
 
     def train(self) -> int:
         t, c = self.config.train, self.config.checkpoint
-        if gave_up := self._gave_up_before():
-            log.error("the guard gave up on this run (%s); `jaxrun rewind` is the way on", gave_up)
-            return GAVE_UP
-        if self._finished_before():
-            log.info("the run is finished already, at step %d", t.num_steps)
-            return FINISHED
+        if end := self.history.end():
+            if end["kind"] == "gave_up":
+                log.error("the guard gave up on this run (%s); `jaxrun rewind` is the way on", end["reason"])
+                return GAVE_UP
+            if end["step"] == t.num_steps:
+                log.info("the run is finished already, at step %d", t.num_steps)
+                return FINISHED
         # Slow things that do not need each other: compiling, and bringing the state (Orbax's import included).
         self.peak: Peak | None = peak(jax.local_devices()[0], self.config.model.dtype, self.config.telemetry.peak_flops)
         background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
@@ -182,11 +186,11 @@ class Run:
             with self.interval.waiting():
                 batch_index, batch = next(batches)
             state = self._strike(state)
-            controls = self._controls(batch_index)
+            lr_scale, grad_limit, grad_fault = self._controls(batch_index)
             self.profile.before(self.step + 1, state)
-            state, metrics = train_step(state, batch, controls.on_device)
+            state, metrics = train_step(state, batch, self._put(lr_scale, grad_limit, grad_fault))
             self.step, self.batch_index = self.step + 1, batch_index + 1
-            self.in_flight.append(InFlight(self.step, batch_index, controls.lr_scale, controls.grad_limit, metrics))
+            self.in_flight.append(InFlight(self.step, batch_index, lr_scale, grad_limit, metrics))
 
             self.checkpoints.poll()
             if t.eval_every and self.step % t.eval_every == 0 and self.step < t.num_steps:
@@ -209,11 +213,11 @@ class Run:
             "processes": jax.process_count(),
             "devices": jax.device_count(),
             "device_kind": jax.devices()[0].device_kind,
-            "parameters": count_parameters(self.fns),
+            "parameters": param_count(self.config.model, self.config.train.seq_len),
         }
         return rundir.claim(
-            self.workdir, self.config, self.dataset.fingerprint, self.dataset.describe(), dict(self.mesh.shape), facts,
-            accept=accept_config_change,
+            self.workdir, self.config, fingerprint=self.dataset.fingerprint, data=self.dataset.describe(),
+            mesh=dict(self.mesh.shape), facts=facts, accept=accept_config_change,
         )  # fmt: skip
 
     def _compile(self) -> Any:
@@ -223,8 +227,8 @@ class Run:
             shape = (t.batch_size, t.seq_len)
             by_rows = sharding.batch_sharding(shape, self.mesh)
             types = (jnp.int32, jnp.int32, jnp.float32)
-            batch = step_lib.Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows) for dtype in types))
-            scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.replicated)
+            batch: Any = step_lib.Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows) for dtype in types))  # type: ignore[arg-type]
+            scalar: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.replicated)
             controls = step_lib.Controls(scalar, scalar, scalar if self.faults.grad_layer is not None else None)
             step = jax.jit(self.fns.train_step, donate_argnums=0, out_shardings=(self.shardings, self.replicated))
             started = time.perf_counter()
@@ -239,25 +243,17 @@ class Run:
     def _new_guard(self) -> Guard:
         return Guard.new(self.guard_config, self.config.train.num_steps)
 
-    def _gave_up_before(self) -> str | None:
-        last = next((e for e in reversed(self.events) if e["kind"] in ("gave_up", "rewind")), None)
-        return last["reason"] if last and last["kind"] == "gave_up" else None
-
-    def _finished_before(self) -> bool:
-        last = next((e for e in reversed(self.events) if e["kind"] in ("finished", "rewind")), None)
-        return last is not None and last["kind"] == "finished" and last["step"] == self.config.train.num_steps
-
     def _restore(self, at_most: int | None = None) -> step_lib.TrainState | None:
         """The newest sound checkpoint that is not suspect, host-side state included; None: there is none.
 
         Every way back goes through here, a rewind (`at_most` its target) and a start after a kill in the middle of
         one: both leave the same state behind.
         """
-        known, steps = self._labels(), launch.agree(self.checkpoints.steps)
+        known, steps = self.history.agreed_labels(self.guard), launch.agree(self.checkpoints.steps)
         if at_most is None:
             # Committed when the process died, but not journaled any more.
-            self._events(*(("checkpoint_saved", s, {"found": True}) for s in steps if s not in known))
-            known = self._labels()
+            self.history.write(*(("checkpoint_saved", s, {"found": True}) for s in steps if s not in known))
+            known = self.history.agreed_labels(self.guard)
         candidates = [s for s in steps if known.get(s) != "suspect" and (at_most is None or s <= at_most)]
         found = self.checkpoints.restore_newest(self._abstract_state(), candidates)
         self.step, state, host = found or (0, None, {})
@@ -265,7 +261,7 @@ class Run:
         guard, unjudged = self._new_guard(), [_record_from(r) for r in host.get("unjudged", ())]
         if host:
             guard = Guard.from_dict(host["guard"], self.guard_config, self.config.train.num_steps)
-        if decision := self._last_rewind():
+        if decision := self.history.last_decision():
             # The records that the checkpoint's guard had not judged yet are of healthy steps: it was good.
             after = judged = functools.reduce(lambda g, record: g.observe(record)[0], unjudged, guard)
             after = judged.rewound(self.step, decision)
@@ -275,14 +271,10 @@ class Run:
         self.in_flight.clear()
         self.checkpoints.supersede(self.step)
         if at_most is None:
-            self._event("resume" if self.attempt else "start")
-        if self.attempt:
+            self._event("resume" if self.history.attempt else "start")
+        if self.history.attempt:
             log.info("going on from step %d; the next batch is %d", self.step, self.batch_index)
         return state
-
-    def _last_rewind(self) -> Rewind | None:
-        decided = [e["decision"] for e in self.events if e["kind"] == "rewind"]
-        return Rewind.from_dict(decided[-1]) if decided else None
 
     def _initialise(self) -> step_lib.TrainState:
         """The state at step 0, made by every device for its own part."""
@@ -292,7 +284,7 @@ class Run:
 
     def _batches(self) -> Iterator[tuple[int, step_lib.Batch]]:
         """The batches from `batch_index` on, less the discarded ones, as sharded arrays."""
-        d, windows = self.config.data, skipped_windows(self.events)
+        d, windows = self.config.data, self.history.windows()
         if self.loader is not None:
             self.loader.close()
         self.loader = data.Loader(
@@ -300,11 +292,10 @@ class Run:
             num_workers=d.num_workers, prefetch=d.prefetch,
         )  # fmt: skip
         kept = ((index, rows) for index, rows in self.loader if not is_skipped(index, windows))
-        return ((index, self._on_devices(self._poisoned(index, rows))) for index, rows in kept)
-
-    def _on_devices(self, rows: data.Rows) -> step_lib.Batch:
         batch_size = self.config.train.batch_size
-        return step_lib.Batch(*(sharding.from_local_rows(x, self.rows, batch_size, self.mesh) for x in rows))
+        return (
+            (index, to_devices(self._poisoned(index, rows), self.rows, batch_size, self.mesh)) for index, rows in kept
+        )
 
     def _poisoned(self, batch_index: int, rows: data.Rows) -> data.Rows:
         if not self.faults:
@@ -313,31 +304,27 @@ class Run:
 
     def _strike(self, state: step_lib.TrainState) -> step_lib.TrainState:
         """Lets the machine faults that are due before the next step happen; each is journaled first."""
-        for fault in self.faults.due(self.step + 1, self._struck()):
+        for fault in self.faults.due(self.step + 1, self.history.struck()):
             log.warning("injecting %s before step %d", fault.text, self.step + 1)
             self._event("fault", step=self.step + 1, fault=fault.text)
             state = self.faults.strike(fault, state, jax.process_index())
         return state
 
-    def _struck(self) -> dict[str, int]:
-        """The machine faults that have struck, and in which attempt."""
-        return {e["fault"]: e["attempt"] for e in self.events if e["kind"] == "fault"}
-
-    def _controls(self, batch_index: int) -> Controls:
-        """What the guard sets for the next step, from the records of steps up to LAG before it."""
+    def _controls(self, batch_index: int) -> tuple[float, float, float | None]:
+        """What the next step is run with: LR scale, gradient limit, and, in a rehearsal only, the gradient fault."""
         lr_scale = self.guard.lr_scale(self.step + 1)
         grad_limit = self.guard.grad_limit
         grad_fault = None
         if self.faults:
-            lr_scale *= self.faults.lr_factor(self.step + 1, self._struck(), self.attempt)
+            lr_scale *= self.faults.lr_factor(self.step + 1, self.history.struck(), self.history.attempt)
             grad_fault = self.faults.grad_fault(batch_index) if self.faults.grad_layer is not None else None
-        values = (lr_scale, grad_limit, grad_fault)
-        return Controls(lr_scale, grad_limit, self._put(values))
+        return lr_scale, grad_limit, grad_fault
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 (a run lives as long as its process)
-    def _put(self, values: tuple[float | None, ...]) -> step_lib.Controls:
+    def _put(self, *values: float | None) -> step_lib.Controls:
         # device_put refuses scalars that differ between processes; jit would take NumPy scalars without a word.
-        return step_lib.Controls(*(v if v is None else jax.device_put(np.float32(v), self.replicated) for v in values))
+        put = (v if v is None else jax.device_put(np.float32(v), self.replicated) for v in values)
+        return step_lib.Controls(*put)  # type: ignore[arg-type]
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
@@ -348,17 +335,14 @@ class Run:
             record = self.unjudged.popleft()
             self.guard, decisions = self.guard.observe(record)
             for d in decisions:
-                if isinstance(d, SpikeSeen | SpikeOver):
-                    over = isinstance(d, SpikeOver)
-                    log.warning(
-                        "%s at step %d, onset %d", "the spike is over" if over else "spike", d.step, d.onset_step
-                    )
-                    self._event("spike", step=d.step, onset=d.onset_step, severity=d.severity, over=over)
-                elif isinstance(d, Rebaseline):
-                    log.warning("a new level since step %d is taken for normal", d.onset_step)
+                if isinstance(d, Rewind | GiveUp):
+                    return d
+                log.warning("%s at step %d, onset %d", SEEN[type(d)], d.step, d.onset_step)
+                if isinstance(d, Rebaseline):
                     self._event("rebaselined", step=d.step, onset=d.onset_step)
                 else:
-                    return d
+                    over = isinstance(d, SpikeOver)
+                    self._event("spike", step=d.step, onset=d.onset_step, severity=d.severity, over=over)
             self._label(record.step)
         return None
 
@@ -366,26 +350,19 @@ class Run:
         """Reads, records and logs the numbers of steps up to `up_to` that are still on the device."""
         while self.in_flight and self.in_flight[0].step <= up_to:
             flown = self.in_flight.popleft()
-            m = step_lib.Metrics(*(x.item() for x in jax.device_get(flown.metrics)))
+            m: Any = step_lib.Metrics(*(x.item() for x in jax.device_get(flown.metrics)))
             m = m._replace(loss=self.faults.reported_loss(flown.batch_index, m.loss))
             skipped = step_lib.SKIP_REASONS[m.skip_reason]
             self.interval.count(m.tokens)
             self.tokens += 0.0 if skipped else m.tokens
             record = Record(
-                step=flown.step,
-                batch_index=flown.batch_index,
-                loss=m.loss,
-                grad_norm=m.grad_norm,
-                update_applied=not skipped,
-                skip_reason=skipped,
-                lr_scale=flown.lr_scale,
-                grad_limit=flown.grad_limit,
-                params_finite=math.isfinite(m.param_norm),
-            )
+                step=flown.step, batch_index=flown.batch_index, loss=m.loss, grad_norm=m.grad_norm, update_applied=not skipped,
+                skip_reason=skipped, lr_scale=flown.lr_scale, grad_limit=flown.grad_limit, params_finite=math.isfinite(m.param_norm),
+            )  # fmt: skip
             self.unjudged.append(record)
             if self.records:
                 self.records.append(
-                    step=flown.step, batch_index=flown.batch_index, attempt=self.attempt, skip_reason=m.skip_reason,
+                    step=flown.step, batch_index=flown.batch_index, attempt=self.history.attempt, skip_reason=m.skip_reason,
                     loss=m.loss, grad_norm=m.grad_norm, lr_scale=flown.lr_scale, grad_limit=flown.grad_limit,
                 )  # fmt: skip
             if skipped:
@@ -394,7 +371,7 @@ class Run:
             if skipped or flown.step in (1, t.num_steps) or flown.step % t.log_every == 0:
                 self._log(flown, m)
 
-    def _log(self, flown: InFlight, m: step_lib.Metrics) -> None:
+    def _log(self, flown: InFlight, m: Any) -> None:
         if not (self.metrics and self.progress):
             return
         speed, devices = self.interval.take(), jax.device_count()
@@ -404,7 +381,7 @@ class Run:
         model_flops = self.model_flops.result() if self.model_flops.done() else None
         line = {
             "step": flown.step,
-            "attempt": self.attempt,
+            "attempt": self.history.attempt,
             "batch_index": flown.batch_index,
             "time": time.time(),
             "loss": m.loss,
@@ -430,13 +407,17 @@ class Run:
         """Held-out loss in nats per token, over the same tokens every time."""
         t = self.config.train
         with self.interval.paused():
-            num_batches = min(t.eval_batches, math.ceil(self.dataset.num_eval_sequences / t.batch_size))
-            held_out = (self.dataset.eval_rows(j, self.rows, t.batch_size) for j in range(num_batches))
-            sums = [self.eval_step(state.params, self._on_devices(rows)) for rows in held_out]
-            loss = sum(float(s.nll) for s in sums) / sum(float(s.weight) for s in sums)
+            loss, _ = held_out_loss(
+                self.eval_step,
+                state.params,
+                self.dataset,
+                batch_size=t.batch_size,
+                mesh=self.mesh,
+                max_batches=t.eval_batches,
+            )
         self._fetch(up_to=self.step)
         if self.metrics and self.progress:
-            line = {"step": self.step, "attempt": self.attempt, "time": time.time(), "eval_loss": loss}
+            line = {"step": self.step, "attempt": self.history.attempt, "time": time.time(), "eval_loss": loss}
             self.metrics.write(line)
             self.progress.show(line)
 
@@ -453,25 +434,13 @@ class Run:
             }
             self.checkpoints.save(self.step, state, host, wait=wait)
 
-    def _labels(self) -> dict[int, str]:
-        """Checkpoint -> good, pending or suspect; all processes believe process 0's journal."""
-        return {step: label for step, label in launch.agree(lambda: list(self._journaled_labels().items()))}
-
-    def _journaled_labels(self, judged: int | None = None) -> dict[int, str]:
-        """By the journal alone, and by the steps that the guard has found healthy up to `judged`."""
-        guard = self.guard
-        judged = (guard.state.last_step or 0) if judged is None else judged
-        return dict(
-            labels(self.events, step=judged, healthy_since=guard.healthy_since, healthy_steps=guard.reach.healthy_steps)
-        )
-
     def _label(self, judged: int) -> None:
         """Says which checkpoints have become good, and keeps those that a rewind may need (on process 0)."""
         reach = self.guard.reach
-        if not self.journal or judged % min(10, reach.healthy_steps):
+        if not self.records or judged % min(10, reach.healthy_steps):
             return
-        told = self._journaled_labels(judged=-1)
-        good = [s for s, label in self._journaled_labels().items() if label == "good"]
+        told, known = self.history.labels(None), self.history.labels(self.guard)
+        good = [step for step, label in known.items() if label == "good"]
         for step in good:
             if told[step] != "good":
                 self._event("checkpoint_good", step=step)
@@ -488,7 +457,7 @@ class Run:
 
     def _rewind(self, decision: Rewind) -> step_lib.TrainState:
         """Goes back to a good checkpoint before the onset; what is discarded is on the disk before anything moves."""
-        known = self._labels()
+        known = self.history.agreed_labels(self.guard)
         stored = launch.agree(self.checkpoints.steps)
         good = [s for s in stored if known.get(s) == "good"]
         target = choose_checkpoint(good, decision.onset_step, self.guard.reach.rewind_steps, decision.escalation)
@@ -500,20 +469,10 @@ class Run:
             "%s since step %d: going back from step %d to %d, discarding batches %s, learning rate x %g",
             decision.cause, decision.onset_step, self.step, target, decision.skip, decision.lr_scale,
         )  # fmt: skip
-        events: list[tuple[str, int, dict[str, Any]]] = []
-        if decision.skip:
-            events.append(
-                ("window_skipped", self.step, {"first_batch": decision.skip[0], "end_batch": decision.skip[1]})
-            )
-        events.append(("lr_scaled", self.step, {"scale": decision.lr_scale}))
-        fields = {"onset": decision.onset_step, "from_step": self.step, "to_step": target, "cause": decision.cause}
-        events.append(("rewind", self.step, {**fields, "decision": decision.to_dict()}))
-        self.attempt += 1
-        if self.journal:
-            self.journal.attempt = self.attempt
-        self._events(*events)
+        self.history.attempt += 1
+        self.history.write(*rewind_events(decision, from_step=self.step, to_step=target, onset=decision.onset_step))
         if self.metrics:
-            self.metrics.rewound(self.attempt)
+            self.metrics.rewound(self.history.attempt)
         return self._restore(at_most=target) or self._initialise()
 
     def _batch_index_at(self, step: int) -> int:
@@ -525,11 +484,8 @@ class Run:
         """Ends a run that the guard cannot help; what it saw and did is in the journal."""
         self._event("gave_up", step=decision.step, onset=decision.onset_step, reason=decision.reason)
         log.error("the guard gives up at step %d: %s", decision.step, decision.reason)
-        for event in self.events:
-            if event["kind"] == "rewind":
-                log.error(
-                    "  it went back from step %d to %d (%s)", event["from_step"], event["to_step"], event["cause"]
-                )
+        for event in self.history.rewinds():
+            log.error("  it went back from step %d to %d (%s)", event["from_step"], event["to_step"], event["cause"])
         log.error("look at the loss and the data there; `jaxrun rewind` takes a person's decision and the run goes on")
         return GAVE_UP
 
@@ -540,43 +496,21 @@ class Run:
         return STOPPED
 
     def _event(self, kind: str, *, step: int | None = None, **fields: Any) -> None:
-        self._events((kind, self.step if step is None else step, fields))
-
-    def _events(self, *events: tuple[str, int, dict[str, Any]]) -> None:
-        """Into the journal, on process 0; every process keeps what decisions rest on."""
-        if self.journal:
-            lines = self.journal.write(*events)
-        else:
-            lines = [{"time": 0.0, "step": s, "attempt": self.attempt, "kind": k, **rest} for k, s, rest in events]
-        self.events += [e for e in lines if e["kind"] in rundir.DECISIVE]
+        self.history.write((kind, self.step if step is None else step, fields))
 
     def close(self) -> None:
         self.stop.restore()
         if self.loader is not None:
             self.loader.close()
         self.checkpoints.close()
-        for edge in (self.profile, self.progress, self.metrics, self.records, self.journal):
+        for edge in (self.profile, self.progress, self.metrics, self.records, self.history):
             if edge is not None:
                 edge.close()
         if self.lock:
             self.lock.release()
 
 
-@dataclasses.dataclass(frozen=True)
-class Controls:
-    """What a step is run with, as numbers and as the compiled step takes it."""
-
-    lr_scale: float
-    grad_limit: float
-    on_device: step_lib.Controls
-
-
 def _record_from(fields: dict[str, Any]) -> Record:
     """A record as JSON kept it, where non-finite numbers are strings."""
     numbers = {k: float(v) if isinstance(v, str) and k != "skip_reason" else v for k, v in fields.items()}
-    return Record(**numbers)
-
-
-def count_parameters(fns: step_lib.Functions) -> int:
-    abstract = jax.eval_shape(fns.model.init, jax.random.key(0))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract))
+    return Record(**numbers)  # type: ignore[arg-type]

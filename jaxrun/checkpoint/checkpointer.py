@@ -268,9 +268,7 @@ class Checkpointer:
                     name: ArrayRecord(shape=shape, dtype=dtype, fingerprint=int(prints[name]))
                     for name, (shape, dtype) in save.kinds.items()
                 }
-                manifest = manifests.commit(
-                    save.path, step=save.step, arrays=arrays, host_state=save.host_state
-                )
+                manifest = manifests.commit(save.path, step=save.step, arrays=arrays, host_state=save.host_state)
                 size_bytes = manifest.size_bytes
         except Exception as error:  # whatever a file system or Orbax can come up with: the run goes on
             log.error("checkpoint %d failed", save.step, exc_info=error)
@@ -313,9 +311,7 @@ class Checkpointer:
 
     def _set_aside(self, path: Path, why: str) -> None:
         taken = {p.name for p in self._directory.iterdir()}
-        target = next(
-            p for n in itertools.count() if (p := path.with_name(f"{path.name}.{why}-{n}")).name not in taken
-        )
+        target = next(p for n in itertools.count() if (p := path.with_name(f"{path.name}.{why}-{n}")).name not in taken)
         path.rename(target)
         log.warning("%s: renamed to %s", path, target.name)
 
@@ -332,9 +328,7 @@ class Checkpointer:
                     if leftover.suffix != _DELETING:
                         self._delete(leftover)
                 if not self._cleared:
-                    self._jobs += [
-                        self._worker.submit(_remove, p) for p in self._directory.glob(f"*{_DELETING}")
-                    ]
+                    self._jobs += [self._worker.submit(_remove, p) for p in self._directory.glob(f"*{_DELETING}")]
                     self._cleared = True
                 if path.exists():
                     self._set_aside(path, "superseded" if _is_committed(path) else "damaged")
@@ -394,8 +388,12 @@ def _load(path: Path, abstract_state: Any) -> Any:
 
     with ocp.Context():
         state = ocp.load(path, abstract_state)
-    # A no-op but for typed keys, which come back with the spec of their words, one dim more than they have.
-    return jax.device_put(state, jax.tree.map(lambda a: a.sharding, abstract_state))
+    # Typed keys come back with the spec of their words, which has a dim more than they have.
+    return jax.tree.map(
+        lambda x, a: x if x.sharding == a.sharding else jax.jit(lambda k: k, out_shardings=a.sharding)(x),
+        state,
+        abstract_state,
+    )
 
 
 def _require_same_arrays(path: Path, manifest: Manifest, wanted: dict[str, Any]) -> None:
@@ -465,7 +463,5 @@ def _checked(check: Callable[[], T]) -> T:
     except CheckpointDamaged as error:
         damage = error
     if _on_any_process(damage is not None):
-        raise damage or CheckpointDamaged(
-            ["another process found the checkpoint damaged; its log says where"]
-        )
+        raise damage or CheckpointDamaged(["another process found the checkpoint damaged; its log says where"])
     return result

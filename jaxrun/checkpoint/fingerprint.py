@@ -19,9 +19,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name in leaves:
-            raise ValueError(
-                f"checkpoint state: two leaves are called {name}; rename a key that contains a dot"
-            )
+            raise ValueError(f"checkpoint state: two leaves are called {name}; rename a key that contains a dot")
         leaves[name] = leaf
     return leaves
 

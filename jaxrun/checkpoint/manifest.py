@@ -82,9 +82,7 @@ class Description:
     problems: list[str]
 
 
-def commit(
-    directory: Path, *, step: int, arrays: Mapping[str, ArrayRecord], host_state: Mapping[str, Any]
-) -> Manifest:
+def commit(directory: Path, *, step: int, arrays: Mapping[str, ArrayRecord], host_state: Mapping[str, Any]) -> Manifest:
     """Brings every file in `directory` to the disk, hashes it, and writes the manifest that commits them.
 
     Raises:

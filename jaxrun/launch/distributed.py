@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -39,6 +40,13 @@ def start(heartbeat_timeout_s: int = 30) -> None:
         jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_timeout_s)
 
 
+def cache_compilations(folder: Path) -> None:
+    """Keeps compiled programs in `folder` from one process to the next, unless JAX has been given a place for them."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
 def agree(fn: Callable[[], T]) -> T:
     """What `fn` returns on process 0, on every process; it may look at the disk, the clock and the journal.
 
@@ -60,15 +68,6 @@ def agree(fn: Callable[[], T]) -> T:
     if "os_error" in answer:
         raise OSError(answer["os_error"])
     return answer["value"]
-
-
-def any_process(flag: bool) -> bool:
-    """Whether `flag` holds on any process, on every process."""
-    if jax.process_count() == 1:
-        return flag
-    from jax.experimental import multihost_utils
-
-    return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
 def _broadcast(data: bytes) -> bytes:

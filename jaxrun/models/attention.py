@@ -39,4 +39,4 @@ def attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, implement
     if implementation == "auto":
         on_nvidia = jax.default_backend() == "gpu" and q_BTNH.dtype == jnp.bfloat16
         implementation = "cudnn" if on_nvidia else "xla"
-    return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation=implementation)
+    return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation=implementation)  # type: ignore[call-overload]

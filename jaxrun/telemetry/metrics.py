@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import logging
 import math
+import os
 import queue
 import shutil
 import threading
@@ -166,6 +167,9 @@ class _TensorBoard:
         self._clean: Any = None
         self._branch: Any = None
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # As JAX sets it on import: TensorFlow's greetings belong on nobody's terminal. Not on the thread, as the
+        # environment of a process with several is only read.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
         # A daemon, so that an exit that forgot to close is not held up for ever; atexit closes it after all.
         self._thread = threading.Thread(target=self._run, name="tensorboard", daemon=True)
         self._thread.start()

@@ -49,7 +49,13 @@ def make_state(kind: str = "8", seed: int = 0, step: int = 1) -> State:
         opt_state=(Moments(jnp.int32(step), {"w": jnp.asarray(-w)}), Empty()),
         key=jax.random.key(seed),
     )
-    return jax.tree.map(lambda x: jax.device_put(x, _shard(x, kind)), state)
+    return jax.tree.map(lambda x: _put(x, _shard(x, kind)), state)
+
+
+def _put(x: Any, sharding: NamedSharding) -> Any:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # device_put takes no key across processes
+        return jax.random.wrap_key_data(jax.device_put(jax.random.key_data(x), sharding))
+    return jax.device_put(x, sharding)
 
 
 def abstract(kind: str = "8") -> State:

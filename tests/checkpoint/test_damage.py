@@ -151,9 +151,7 @@ def test_when_all_are_damaged_there_is_none_and_all_are_kept(
     assert sorted(p.name for p in two.iterdir()) == ["1.damaged-0", "2.damaged-0"]
 
 
-def test_a_missing_candidate_is_reported_and_passed_over(
-    two: Path, open_checkpoints: Opener, events: Recorder
-) -> None:
+def test_a_missing_candidate_is_reported_and_passed_over(two: Path, open_checkpoints: Opener, events: Recorder) -> None:
     found = open_checkpoints().restore_newest(abstract(), candidates=[1, 9])
     assert found is not None
     assert found[0] == 1

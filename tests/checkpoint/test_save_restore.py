@@ -136,9 +136,7 @@ def test_a_save_over_an_earlier_history_puts_it_aside(open_checkpoints: Opener, 
     assert manifest.read(directory / "5.superseded-0").host_state == {"history": 1}
 
 
-def test_retention_keeps_the_newest_the_multiples_and_the_protected(
-    open_checkpoints: Opener, directory: Path
-) -> None:
+def test_retention_keeps_the_newest_the_multiples_and_the_protected(open_checkpoints: Opener, directory: Path) -> None:
     checkpoints = open_checkpoints(keep=2, keep_every=4)
     checkpoints.protect([3])
     for step in range(1, 8):

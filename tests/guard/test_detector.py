@@ -35,7 +35,9 @@ def test_a_single_odd_step_is_an_outlier_and_nothing_else(loss, norm):
     assert guard.state.excursion is None
 
 
-@pytest.mark.parametrize("bad", [(math.nan, 0.25), (2.2, math.nan), (math.inf, math.inf), (2.2, -math.inf), (math.nan,) * 2])
+@pytest.mark.parametrize(
+    "bad", [(math.nan, 0.25), (2.2, math.nan), (math.inf, math.inf), (2.2, -math.inf), (math.nan,) * 2]
+)
 def test_one_non_finite_step_is_known_at_once_and_forgotten_at_the_next(bad):
     before, _ = feed(CALM)
     guard, decisions = feed([bad], before)
@@ -90,7 +92,7 @@ def test_a_slow_divergence_cannot_creep_along_with_the_window(growth):
     assert rewinds[0].onset_step <= 300 + math.log(1.1) / math.log(growth) + 15
 
 
-@pytest.mark.parametrize("shift", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("shift", [0.2, 0.5, 1.0])
 def test_a_level_shift_that_stays_is_taken_for_normal_and_never_rewound(shift):
     raised = [(loss + shift, norm) for loss, norm in healthy(400, seed=3)]
     guard, decisions = feed([*CALM, *raised])

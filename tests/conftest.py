@@ -1,0 +1,27 @@
+"""Every test sees eight CPU devices, and reuses what earlier tests and runs have compiled."""
+
+import os
+from pathlib import Path
+
+# In the environment, so that the commands that tests start inherit it; before JAX is imported, which reads it then.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+# The machine is shared and compiles in between: no deadlines. The same examples every time: a failure repeats.
+hypothesis.settings.register_profile("jaxrun", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("jaxrun")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # JAX writes an entry of its cache in place: one that a test killed half-way, or that another worker is
+    # writing, is unreadable. JAX then warns, and compiles.
+    for verb in ("reading", "writing"):
+        config.addinivalue_line("filterwarnings", f"default:Error {verb} persistent compilation cache entry")
