@@ -181,7 +181,8 @@ class GuardConfig:
     # Steps in band in a row that end a spike.
     calm_steps: int = 10
     # --- what is done
-    # How far before the onset of trouble a rewind goes, in steps. null: min(2000, num_steps // 10).
+    # How far before the onset of trouble a rewind goes, in steps. null: min(2000, num_steps // 10), but not further
+    # than the checkpoints that are kept.
     rewind_steps: int | None = None
     # Steps that a spike has to heal by itself. null: 50, but not more than rewind_steps, which is what it saves.
     patience: int | None = None
@@ -433,6 +434,7 @@ def _problems(c: Config) -> Iterator[tuple[str, str]]:
     yield from _values_out_of_range(c)
     yield from _impossible_models(c)
     yield from _impossible_runs(c)
+    yield from _impossible_guards(c)
 
 
 def _values_out_of_range(c: Config) -> Iterator[tuple[str, str]]:
@@ -532,15 +534,34 @@ def _impossible_runs(c: Config) -> Iterator[tuple[str, str]]:
                 f"mesh.{axis}",
                 f"is {sizes[axis]}; nothing is sharded over this axis yet, use data, fsdp or tensor",
             )
-    reach, g = c.checkpoint.keep * c.checkpoint.every, c.guard
-    if g.enabled and g.rewind_steps is not None and 0 < reach < g.rewind_steps:
-        yield (
-            "guard.rewind_steps",
-            f"{g.rewind_steps} is further back than checkpoint.keep x checkpoint.every = {reach} steps; keep more, or lower it",
-        )
     try:
         from jaxrun import faults  # here, because it imports this module
 
         faults.parse(c.faults)
     except ValueError as error:
         yield "faults", str(error)
+
+
+def _impossible_guards(c: Config) -> Iterator[tuple[str, str]]:
+    reach, g = c.checkpoint.keep * c.checkpoint.every, c.guard
+    if g.enabled and g.rewind_steps is not None and 0 < reach < g.rewind_steps:
+        yield (
+            "guard.rewind_steps",
+            f"{g.rewind_steps} is further back than checkpoint.keep x checkpoint.every = {reach} steps; keep more, or lower it",
+        )
+    if not 16 <= g.warmup <= g.window:
+        yield "guard.warmup", f"is {g.warmup}; it has to lie between 16 samples and guard.window {g.window}"
+    if g.norm_floor <= 1:
+        yield "guard.norm_floor", f"is {g.norm_floor}; it is a factor above 1"
+    if g.spike_evidence < 3:
+        yield (
+            "guard.spike_evidence",
+            f"is {g.spike_evidence}; a single step counts up to 2 and is no spike, use 3 or more",
+        )
+    if g.patience is not None and g.max_patience is not None and g.max_patience < g.patience:
+        yield "guard.max_patience", f"is {g.max_patience}, less than guard.patience {g.patience}; raise it"
+    if g.lr_factor > 1 or g.lr_floor > g.lr_factor:
+        yield (
+            "guard.lr_factor",
+            f"is {g.lr_factor}, the floor {g.lr_floor}; it takes guard.lr_floor <= guard.lr_factor <= 1",
+        )

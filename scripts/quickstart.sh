@@ -12,7 +12,7 @@ arguments=()
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help)
-      sed -n '2,/^set /{s/^# \{0,1\}//;/^set /d;p;}' "${BASH_SOURCE[0]}"
+      awk 'NR > 1 && !/^#/ {exit} NR > 1 {sub(/^# ?/, ""); print}' "${BASH_SOURCE[0]}"
       exit 0
       ;;
     --workdir)

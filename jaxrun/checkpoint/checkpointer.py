@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,7 @@ class Checkpointer:
       directory: WORKDIR/checkpoints; created if need be. The first save removes what killed ones left.
       keep: how many of the newest committed checkpoints retention leaves.
       keep_every: besides those, every step divisible by this stays; 0: none.
+      busy_wait_s: how long a save that is due waits for the one before it.
       on_event: gets checkpoint_saved {step, bytes, blocked_s, write_s}, checkpoint_verified {step},
         checkpoint_failed {step, error | reason} and checkpoint_rejected {step, reason}.
 
@@ -71,10 +73,12 @@ class Checkpointer:
         *,
         keep: int,
         keep_every: int = 0,
+        busy_wait_s: float = 60.0,
         on_event: Callable[[str, dict[str, Any]], None],
     ):
         self._directory = Path(directory).absolute()
         self._keep, self._keep_every, self._on_event = keep, keep_every, on_event
+        self._busy_wait_s = busy_wait_s
         self._protected: frozenset[int] = frozenset()
         # Steps saved or restored on the current history: saving one of them again would write the same bits.
         self._current: set[int] = set()
@@ -106,7 +110,7 @@ class Checkpointer:
           state: a pytree of jax.Arrays with any sharding, typed PRNG keys included.
           host_state: what JSON can hold (tuples come back as lists).
           wait: finish an earlier save first, and this one before returning. Without it, a save that is due
-            while the previous one is still being written is reported as failed, and skipped.
+            while the previous one is still being written after `busy_wait_s` is reported as failed, and skipped.
 
         Returns:
           blocked_s: how long the caller was held up until the write went on behind; 0.0 if nothing is saved.
@@ -119,6 +123,8 @@ class Checkpointer:
         if wait:
             self.wait()
         self.poll()
+        if self._commit is not None:
+            futures.wait([self._commit], timeout=self._busy_wait_s)
         if _on_any_process(self._commit is not None and not self._commit.done()):
             self._on_event("checkpoint_failed", {"step": step, "reason": "previous save still running"})
             return 0.0

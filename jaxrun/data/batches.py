@@ -27,9 +27,7 @@ def sample_index(batch_index: int, row: int, batch_size: int) -> int:
       IndexError: no such row, or a negative batch.
     """
     if not 0 <= row < batch_size or batch_index < 0:
-        raise IndexError(
-            f"batch {batch_index} row {row}: there are rows 0 to {batch_size - 1} of batches 0 and up"
-        )
+        raise IndexError(f"batch {batch_index} row {row}: there are rows 0 to {batch_size - 1} of batches 0 and up")
     return batch_index * batch_size + row
 
 

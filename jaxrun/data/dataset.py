@@ -100,8 +100,7 @@ class Dataset:
         """Rows [R, T] of a training batch, in the order asked for."""
         count = self.num_train_sequences
         numbers = [
-            batches.sequence_index(batches.sample_index(batch_index, r, batch_size), count, self.seed)
-            for r in rows
+            batches.sequence_index(batches.sample_index(batch_index, r, batch_size), count, self.seed) for r in rows
         ]
         return self._cut(self.train, numbers)
 
@@ -126,8 +125,7 @@ class Dataset:
         if self.documents is None:
             segments = self.train.segments
             return [
-                Span(None, segments[n].path, first, first, some)
-                for n, first, some in self.train.locate(start, count)
+                Span(None, segments[n].path, first, first, some) for n, first, some in self.train.locate(start, count)
             ]
         table = np.memmap(self.documents, DOCUMENT, "r")
         spans = []
@@ -137,9 +135,7 @@ class Dataset:
             end = int(table[d + 1]["start"]) if d + 1 < len(table) else len(self.train)
             first, last = max(start, begin), min(start + count, end)
             file = self.files[table[d]["file"]]
-            spans.append(
-                Span(int(table[d]["document"]), file, int(table[d]["offset"]), first - begin, last - first)
-            )
+            spans.append(Span(int(table[d]["document"]), file, int(table[d]["offset"]), first - begin, last - first))
             d += 1
         return spans
 
@@ -160,15 +156,11 @@ class Dataset:
             if count > 1:
                 tokens[r, :count] = stream.read(start, count)
                 weights[r, : count - 1] = 1
-        if (
-            tokens.size and tokens.max() >= self.vocab_size
-        ):  # a token file too large to be read whole when opened
+        if tokens.size and tokens.max() >= self.vocab_size:  # a token file too large to be read whole when opened
             r, t = divmod(int(tokens.argmax()), tokens.shape[1])
             number, first, _ = next(stream.locate(sequences[r] * self.seq_len + t, 1))
             raise ConfigError(
-                vocab_problem(
-                    int(tokens[r, t]), f"{stream.segments[number].path}: token {first}", self.vocab_size
-                )
+                vocab_problem(int(tokens[r, t]), f"{stream.segments[number].path}: token {first}", self.vocab_size)
             )
         return Rows(np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:]), weights)
 
@@ -274,9 +266,7 @@ def _stream(folder: Path, name: str, meta: dict[str, Any]) -> TokenStream:
     path = folder / f"{name}.bin"
     segment = Segment(str(path), meta["dtype"], 0, meta["splits"][name]["num_tokens"])
     if path.stat().st_size != segment.num_tokens * np.dtype(segment.dtype).itemsize:
-        raise ConfigError(
-            f"{folder}: the tokens in the cache are damaged; delete this folder to have them made again"
-        )
+        raise ConfigError(f"{folder}: the tokens in the cache are damaged; delete this folder to have them made again")
     return whole((segment,))
 
 

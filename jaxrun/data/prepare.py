@@ -128,16 +128,12 @@ class _Split:
         }
 
 
-def _fill(
-    folder: Path, *, files: Sequence[Path], tokenizer: str, text_field: str, eval_fraction: float
-) -> None:
+def _fill(folder: Path, *, files: Sequence[Path], tokenizer: str, text_field: str, eval_fraction: float) -> None:
     documents = functools.partial(sources.read_documents, files, text_field)
     made: Tokenizer = ByteTokenizer() if tokenizer == "bytes" else _chars(documents(), files)
     dtype = np.min_scalar_type(made.vocab_size - 1)
     separator = (
-        made.encode(SEPARATOR)
-        if tokenizer == "bytes" or SEPARATOR in made.spec["characters"]
-        else np.zeros(0, dtype)
+        made.encode(SEPARATOR) if tokenizer == "bytes" or SEPARATOR in made.spec["characters"] else np.zeros(0, dtype)
     )
     train, held_out = (_Split(folder, name, dtype, separator) for name in ("train", "eval"))
     number = 0
@@ -175,9 +171,7 @@ def _fill(
     (folder / META).write_text(json.dumps(meta, indent=1) + "\n")
 
 
-def _ids(
-    document: Document, path: Path, tokenizer: Tokenizer, hasher: xxhash.xxh3_64
-) -> Iterator[NDArray[Any]]:
+def _ids(document: Document, path: Path, tokenizer: Tokenizer, hasher: xxhash.xxh3_64) -> Iterator[NDArray[Any]]:
     """Token ids of a document a chunk at a time; its bytes go into `hasher` on the way."""
     if isinstance(tokenizer, ByteTokenizer):
         for chunk in document.chunks:

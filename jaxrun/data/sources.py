@@ -68,9 +68,7 @@ def are_token_files(files: Sequence[Path]) -> bool:
     tokens = [p for p in files if p.suffix == ".bin"]
     if tokens and len(tokens) < len(files):
         text = next(p for p in files if p.suffix != ".bin")
-        raise ConfigError(
-            f"config.data.source: mixes token files ({tokens[0]}) with text ({text}); name one kind"
-        )
+        raise ConfigError(f"config.data.source: mixes token files ({tokens[0]}) with text ({text}); name one kind")
     return bool(tokens)
 
 
@@ -94,9 +92,7 @@ def open_token_file(path: Path, token_dtype: str) -> Segment:
         versions, code = _HEADERS[int(header[0])]
         offset, dtype = _HEADER_BYTES, np.dtype(code)
         if header[1] not in versions:
-            raise ConfigError(
-                f"{path}: version {header[1]} of a token file header; known for this magic: {versions}"
-            )
+            raise ConfigError(f"{path}: version {header[1]} of a token file header; known for this magic: {versions}")
         if size != offset + int(header[2]) * dtype.itemsize:
             raise ConfigError(
                 f"{path}: its header promises {header[2]} tokens, it has "
@@ -155,8 +151,7 @@ def decode_utf8(document: Document, path: Path) -> Iterator[str]:
         except UnicodeDecodeError as error:
             line += error.object[: error.start].count(b"\n")
             raise ConfigError(
-                f"{path}:{line}: not UTF-8 ({error.reason}); convert the file, or set "
-                "config.data.tokenizer to bytes"
+                f"{path}:{line}: not UTF-8 ({error.reason}); convert the file, or set config.data.tokenizer to bytes"
             ) from None
         line += text.count("\n")
         yield text
@@ -166,8 +161,7 @@ def _text(path: Path) -> Iterator[bytes]:
     for n, chunk in enumerate(_unpacked(path)):
         if n == 0 and b"\0" in chunk[:8192]:  # git's test for a binary file
             raise ConfigError(
-                f"{path}: is binary, not text; leave it out of config.data.source, "
-                "say with a glob such as **/*.txt"
+                f"{path}: is binary, not text; leave it out of config.data.source, say with a glob such as **/*.txt"
             )
         yield chunk
 
@@ -190,9 +184,7 @@ def _text_of(line: bytes, where: str, text_field: str) -> bytes:
         raise ConfigError(f"{where}: no field {text_field!r}, it holds {held}; set config.data.text_field")
     text = record[text_field]
     if not isinstance(text, str):
-        raise ConfigError(
-            f"{where}: {text_field!r} is a {type(text).__name__}, not text; set config.data.text_field"
-        )
+        raise ConfigError(f"{where}: {text_field!r} is a {type(text).__name__}, not text; set config.data.text_field")
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -262,8 +254,4 @@ def _nearest(path: Path) -> str:
     if not path.parent.is_dir():
         return f", nor does the folder {path.parent}"
     near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
-    return (
-        f"; did you mean {path.parent / near[0]}?"
-        if near
-        else "; it is to be stdlib, or a file, folder or glob"
-    )
+    return f"; did you mean {path.parent / near[0]}?" if near else "; it is to be stdlib, or a file, folder or glob"

@@ -48,12 +48,9 @@ def _write(folder: Path) -> None:
     documents = list(_documents())
     if not documents:
         raise ConfigError(
-            "config.data.source: this Python has no sources of its standard library; "
-            "name a file or folder of text"
+            "config.data.source: this Python has no sources of its standard library; name a file or folder of text"
         )
-    lines = "".join(
-        json.dumps({"name": name, "text": text}, ensure_ascii=False) + "\n" for name, text in documents
-    )
+    lines = "".join(json.dumps({"name": name, "text": text}, ensure_ascii=False) + "\n" for name, text in documents)
     data = zstandard.ZstdCompressor(level=9).compress(lines.encode())
     (folder / TEXT).write_bytes(data)
     manifest = {

@@ -89,9 +89,7 @@ class CharTokenizer:
         return ids_N.astype(np.int32)
 
     def decode(self, ids: ArrayLike) -> str:
-        return "".join(
-            self.characters[i] if 0 <= i < self.vocab_size else "\ufffd" for i in np.asarray(ids).tolist()
-        )
+        return "".join(self.characters[i] if 0 <= i < self.vocab_size else "\ufffd" for i in np.asarray(ids).tolist())
 
     @functools.cached_property
     def _points_V(self) -> NDArray[np.uint32]:

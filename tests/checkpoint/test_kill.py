@@ -31,17 +31,19 @@ for step in itertools.count(found[0] + 1 if found else 1):
 """
 
 
-def save_until_killed(directory: Path, rng: random.Random) -> list[list[str]]:
-    """Lets a saver run, kills it at a random moment within a few saves; returns what it had reported."""
+def save_until_killed(directory: Path, delay_s: float, *, after: str) -> list[list[str]]:
+    """Lets a saver run, kills it `delay_s` after its first report of a kind; returns what it had reported."""
     tests = str(Path(__file__).parents[1])
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(
         [sys.executable, "-c", SAVER, str(directory), tests], stdout=subprocess.PIPE, text=True, env=env
     ) as process:
         assert process.stdout is not None
-        lines = [process.stdout.readline()]
-        assert lines[0].startswith("started")
-        time.sleep(rng.uniform(0.3, 1.5))
+        lines = []
+        while not lines or not lines[-1].startswith(after):
+            lines.append(process.stdout.readline())
+            assert lines[-1], "the saver ended by itself"
+        time.sleep(delay_s)
         process.send_signal(signal.SIGKILL)
         lines += process.stdout.readlines()
     return [line.split() for line in lines if line.endswith("\n")]
@@ -51,9 +53,11 @@ def save_until_killed(directory: Path, rng: random.Random) -> list[list[str]]:
 def test_fifteen_kills_lose_nothing_that_was_acknowledged(directory: Path) -> None:
     rng = random.Random(0)
     newest = 0
-    for _ in range(15):
-        reports = save_until_killed(directory, rng)
-        assert int(reports[0][1]) >= newest
+    for n in range(15):
+        # In turn, so that even a slow machine gets on: after a save at least, or perhaps in the very first one.
+        after = "started" if n % 2 else "checkpoint_saved"
+        reports = save_until_killed(directory, rng.uniform(0, 1), after=after)
+        assert max(int(step) for kind, step in reports if kind == "started") >= newest
         newest = max([newest, *(int(step) for kind, step in reports if kind == "checkpoint_saved")])
         events = Recorder()
         checkpoints = Checkpointer(directory, keep=2, on_event=events)
@@ -68,4 +72,4 @@ def test_fifteen_kills_lose_nothing_that_was_acknowledged(directory: Path) -> No
         assert host_state == {"step": step}
         assert all(e["step"] > newest for e in events.of("checkpoint_rejected"))
         checkpoints.close()
-    assert newest > 15
+    assert newest >= 8

@@ -96,7 +96,7 @@ def test_a_save_while_the_last_is_still_written_is_reported_and_skipped(
     release = threading.Event()
     commit = manifest.commit
     monkeypatch.setattr(manifest, "commit", lambda *a, **k: (release.wait(30), commit(*a, **k))[1])
-    checkpoints = open_checkpoints()
+    checkpoints = open_checkpoints(busy_wait_s=0)
     checkpoints.save(1, make_state(), {})
     assert checkpoints.save(2, make_state(), {}) == 0
     assert events == [("checkpoint_failed", {"step": 2, "reason": "previous save still running"})]

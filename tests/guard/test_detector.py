@@ -92,6 +92,19 @@ def test_a_slow_divergence_cannot_creep_along_with_the_window(growth):
     assert rewinds[0].onset_step <= 300 + math.log(1.1) / math.log(growth) + 15
 
 
+def test_a_climb_too_slow_for_any_window_is_rewound_and_its_onset_is_where_it_began():
+    points = [(2.2 * 1.001**i * (1 + 0.01 * math.sin(7 * i)), 0.25) for i in range(600)]
+    _, decisions = feed([*CALM, *points])
+    rewinds = [d for d in decisions if isinstance(d, Rewind)]
+    assert len(rewinds) == 1
+    assert 250 <= rewinds[0].onset_step <= 340
+
+
+def test_a_loss_that_settles_far_above_its_old_level_is_no_new_normal():
+    _, decisions = feed([*CALM, *healthy(100, loss=5.5)])
+    assert kinds(decisions) == [SpikeSeen, Rewind]
+
+
 @pytest.mark.parametrize("shift", [0.2, 0.5, 1.0])
 def test_a_level_shift_that_stays_is_taken_for_normal_and_never_rewound(shift):
     raised = [(loss + shift, norm) for loss, norm in healthy(400, seed=3)]

@@ -291,6 +291,7 @@ def saved(*steps):
             [event("spike", 205, onset=190, severity=1.0), event("resume", 180), *saved(200)],
             900, 0, {200: "good"},
         ),
+        ([event("spike", 205, onset=190, severity=1.0), *saved(180, 210)], 900, 0, {180: "good", 210: "suspect"}),
         ([event("spike", 205, onset=190, severity=1.0), event("rebaselined", 250), *saved(260)], 900, 0, {260: "good"}),
     ],
 )  # fmt: skip

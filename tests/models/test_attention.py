@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from jaxrun.config import ModelConfig
-from jaxrun.models.attention import attention, rope, rope_frequencies
+from jaxrun.models import attention as attention_lib
 
 from . import reference
+
+attention = jax.jit(attention_lib.attention, static_argnums=3)
+rope = jax.jit(attention_lib.rope, static_argnums=1)
+rope_frequencies = jax.jit(attention_lib.rope_frequencies, static_argnums=(0, 1))
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -79,5 +83,5 @@ def test_cudnn_is_refused_by_jax_where_there_is_no_gpu() -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("there is a GPU")
     x = jnp.asarray(normal(1, 4, 2, 8)).astype(jnp.bfloat16)
-    with pytest.raises(Exception, match="(?i)cudnn"):
+    with pytest.raises(Exception, match=r"(?i)cudnn"):
         attention(x, x, x, "cudnn")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrun.models import cross_entropy
+from jaxrun import models
+
+cross_entropy = jax.jit(models.cross_entropy, static_argnames="soft_cap")
 
 B, T, D, V = 2, 3, 4, 7
 
@@ -32,7 +35,7 @@ def test_sums_are_those_of_the_definition(seed: int, weights: list[float], soft_
         logits = soft_cap * np.tanh(logits / soft_cap)
     log_z = np.log(np.exp(logits).sum(-1))
     nll = log_z - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
-    sums = cross_entropy(h, head, targets, weights_BT, soft_cap)
+    sums = cross_entropy(h, head, targets, weights_BT, soft_cap=soft_cap)
     assert float(sums.nll) == pytest.approx((weights_BT * nll).sum(), rel=1e-5, abs=1e-5)
     assert float(sums.z) == pytest.approx((weights_BT * log_z**2).sum(), rel=1e-5, abs=1e-5)
     assert float(sums.weight) == weights_BT.sum()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,15 +36,17 @@ MODELS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     cfg: ModelConfig
-    model: models.Model
-    params: models.Params  # of order 1 everywhere, so that no term of the formulas is small
-    params64: Any
+    params: models.Params
     tokens: np.ndarray
     targets: np.ndarray
     weights: np.ndarray
+    # tokens -> logits after the soft cap
+    logits: Callable[[np.ndarray], jax.Array]
+    # What training minimises, and its gradient.
+    loss: float
+    grads: models.Params
 
 
 @pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
@@ -51,86 +54,101 @@ def case(request: pytest.FixtureRequest) -> Case:
     cfg = request.param
     model = models.build(cfg, T)
     rng = np.random.default_rng(0)
-    abstract = jax.eval_shape(model.init, jax.random.key(0))
-    params = jax.tree_util.tree_map_with_path(
-        lambda path, a: (
-            (path[-1].key == "scale") + rng.normal(size=a.shape) * (0.3 if path[-1].key == "kernel" else 0.5)
-        ).astype(np.float32),
-        abstract,
-    )
-    params64 = jax.tree.map(lambda a: a.astype(np.float64), params)
+
+    def of_order_one(path: tuple[Any, ...], a: jax.ShapeDtypeStruct) -> np.ndarray:
+        """So that no term of the formulas is too small to be missed."""
+        name = path[-1].key
+        return ((name == "scale") + rng.normal(size=a.shape) * (0.3 if name == "kernel" else 0.5)).astype(np.float32)
+
+    params = jax.tree_util.tree_map_with_path(of_order_one, jax.eval_shape(model.init, jax.random.key(0)))
     tokens, targets = rng.integers(0, V, (2, B, T), dtype=np.int32)
     weights = rng.choice(np.float32([0.0, 0.5, 1.0]), (B, T))
-    return Case(cfg, model, jax.device_put(params), params64, tokens, targets, weights)
+
+    def logits(params: models.Params, tokens: jax.Array) -> jax.Array:
+        logits_BTV = jnp.matmul(*model.apply(params, tokens))
+        return (
+            logits_BTV if cfg.logit_soft_cap is None else cfg.logit_soft_cap * jnp.tanh(logits_BTV / cfg.logit_soft_cap)
+        )
+
+    def loss(params: models.Params) -> jax.Array:
+        sums = models.cross_entropy(*model.apply(params, tokens), targets, weights, cfg.logit_soft_cap)
+        return (sums.nll + cfg.z_loss * sums.z) / sums.weight
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    return Case(cfg, params, tokens, targets, weights, functools.partial(jax.jit(logits), params), float(value), grads)
 
 
-def training_loss(case: Case, params: models.Params) -> jax.Array:
-    h_BTD, head_DV = case.model.apply(params, case.tokens)
-    sums = models.cross_entropy(h_BTD, head_DV, case.targets, case.weights, case.cfg.logit_soft_cap)
-    return (sums.nll + case.cfg.z_loss * sums.z) / sums.weight
+def reference_loss(case: Case, params: Any) -> float:
+    return reference.loss(params, case.tokens, case.targets, case.weights, case.cfg)
+
+
+def float64(params: models.Params) -> Any:
+    return jax.tree.map(lambda a: np.asarray(a, np.float64), params)
 
 
 def test_logits_are_those_of_the_reference(case: Case) -> None:
-    logits = np.asarray(jax.jit(lambda p: jnp.matmul(*case.model.apply(p, case.tokens)))(case.params))
-    if case.cfg.logit_soft_cap is not None:
-        logits = case.cfg.logit_soft_cap * np.tanh(logits / case.cfg.logit_soft_cap)
-    expected = reference.logits(case.params64, case.tokens, case.cfg)
+    expected = reference.logits(float64(case.params), case.tokens, case.cfg)
     assert np.std(expected) > 0.3
-    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(case.logits(case.tokens), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_loss_is_that_of_the_reference(case: Case) -> None:
-    expected = reference.loss(case.params64, case.tokens, case.targets, case.weights, case.cfg)
-    assert float(jax.jit(functools.partial(training_loss, case))(case.params)) == pytest.approx(expected, rel=1e-5)
+    assert case.loss == pytest.approx(reference_loss(case, float64(case.params)), rel=1e-5)
 
 
 def test_gradients_are_finite_differences_of_the_reference_in_float64(case: Case) -> None:
     """For every parameter, along its gradient (the slope there is its norm) and along a random direction."""
-    grads = jax.jit(jax.grad(functools.partial(training_loss, case)))(case.params)
     rng = np.random.default_rng(1)
-    leaves, tree = jax.tree_util.tree_flatten(case.params64)
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
-    for i, (path, grad) in enumerate(zip(paths, jax.tree.leaves(grads), strict=True)):
-        grad = np.asarray(grad, np.float64)
+    leaves, tree = jax.tree.flatten(float64(case.params))
+    h = 1e-5
+    for i, (path, grad) in enumerate(jax.tree_util.tree_leaves_with_path(float64(case.grads))):
         norm = np.linalg.norm(grad)
         assert norm > 0, path
         for direction in (grad / norm, rng.normal(size=grad.shape) / math.sqrt(grad.size)):
-            step = 1e-5
-
-            def moved(sign: int, i: int = i, direction: np.ndarray = direction, step: float = step) -> float:
-                params = tree.unflatten([x + sign * step * direction if j == i else x for j, x in enumerate(leaves)])
-                return reference.loss(params, case.tokens, case.targets, case.weights, case.cfg)
-
-            slope = (moved(1) - moved(-1)) / (2 * step)
-            assert float((grad * direction).sum()) == pytest.approx(slope, rel=1e-3, abs=1e-4 * norm), path
+            up, down = (
+                tree.unflatten([*leaves[:i], leaves[i] + d, *leaves[i + 1 :]]) for d in (h * direction, -h * direction)
+            )
+            slope = (reference_loss(case, up) - reference_loss(case, down)) / (2 * h)
+            assert (grad * direction).sum() == pytest.approx(slope, rel=1e-3, abs=1e-4 * norm), path
 
 
 def test_no_output_depends_on_a_later_token(case: Case) -> None:
-    apply = jax.jit(lambda tokens: case.model.apply(case.params, tokens)[0])
-    before = np.asarray(apply(case.tokens))
+    before = np.asarray(case.logits(case.tokens))
     for t in range(T):
         changed = case.tokens.copy()
         changed[:, t] = (changed[:, t] + 1) % V
-        after = np.asarray(apply(changed))
+        after = np.asarray(case.logits(changed))
         np.testing.assert_array_equal(after[:, :t], before[:, :t])
         assert np.all(np.abs(after[:, t] - before[:, t]).max(-1) > 1e-3)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
-@pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unrolled"])
-def test_scanning_and_rematerialising_change_no_gradient(scan_layers: bool, remat: str) -> None:
-    cfg = dataclasses.replace(LLAMA, scan_layers=scan_layers, remat=remat)
-    params = jax.jit(models.build(LLAMA, T).init)(jax.random.key(0))
+def gradients(cfg: ModelConfig) -> models.Params:
+    model = models.build(cfg, T)
     tokens = np.random.default_rng(0).integers(0, V, (B, T), dtype=np.int32)
 
-    def grads(cfg: ModelConfig) -> models.Params:
-        def loss(p: models.Params) -> jax.Array:
-            h_BTD, head_DV = models.build(cfg, T).apply(p, tokens)
-            return models.cross_entropy(h_BTD, head_DV, tokens, np.ones((B, T), np.float32)).nll
+    @jax.jit
+    def grads(key: jax.Array) -> models.Params:
+        def loss(params: models.Params) -> jax.Array:
+            return models.cross_entropy(*model.apply(params, tokens), tokens, jnp.ones((B, T))).nll
 
-        return jax.jit(jax.grad(loss))(params)
+        return jax.grad(loss)(model.init(key))
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), grads(cfg), grads(LLAMA))
+    return grads(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def plain_gradients() -> models.Params:
+    return gradients(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("scan_layers", "remat"), [(False, "none"), (True, "dots"), (True, "full"), (False, "full")]
+)  # fmt: skip
+def test_neither_unrolling_nor_rematerialising_changes_a_gradient(
+    scan_layers: bool, remat: str, plain_gradients: models.Params
+) -> None:
+    changed = gradients(dataclasses.replace(LLAMA, scan_layers=scan_layers, remat=remat))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), changed, plain_gradients)
 
 
 def test_full_rematerialisation_computes_the_layers_again_in_the_backward_pass() -> None:
@@ -148,14 +166,25 @@ def test_full_rematerialisation_computes_the_layers_again_in_the_backward_pass()
 @pytest.mark.parametrize("cfg", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_bfloat16_computes_in_bfloat16_on_float32_parameters(cfg: ModelConfig) -> None:
     tokens = np.random.default_rng(0).integers(0, V, (B, T), dtype=np.int32)
-    model, low = models.build(cfg, T), models.build(dataclasses.replace(cfg, dtype="bfloat16"), T)
-    params = jax.jit(low.init)(jax.random.key(0))
+    low = models.build(dataclasses.replace(cfg, dtype="bfloat16"), T)
+
+    @jax.jit
+    def run(key: jax.Array) -> tuple[models.Params, jax.Array, models.LossSums, models.LossSums]:
+        params = low.init(key)
+        h_BTD, head_DV = low.apply(params, tokens)
+        exact = models.build(cfg, T).apply(params, tokens)
+        ones = jnp.ones((B, T))
+        return (
+            params,
+            h_BTD,
+            models.cross_entropy(h_BTD, head_DV, tokens, ones),
+            models.cross_entropy(*exact, tokens, ones),
+        )
+
+    params, h_BTD, sums, exact = run(jax.random.key(0))
     assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    h_BTD, head_DV = low.apply(params, tokens)
     assert h_BTD.dtype == jnp.bfloat16
-    sums = models.cross_entropy(h_BTD, head_DV, tokens, np.ones((B, T), np.float32))
     assert {s.dtype for s in sums} == {jnp.dtype("float32")}
-    exact = models.cross_entropy(*model.apply(params, tokens), tokens, np.ones((B, T), np.float32))
     assert float(sums.nll) == pytest.approx(float(exact.nll), rel=5e-3)
 
 
@@ -214,21 +243,27 @@ def test_dropout_keeps_the_mean_and_drops_the_share_it_says() -> None:
     np.testing.assert_allclose(y[y != 0], 4 / 3, rtol=1e-6)
 
 
-def test_there_is_no_dropout_without_a_key() -> None:
+@pytest.fixture(scope="module")
+def dropping() -> tuple[models.Params, Callable[..., jax.Array]]:
+    model = models.build(dataclasses.replace(LLAMA, dropout=0.5), T)
+    return jax.jit(model.init)(jax.random.key(0)), jax.jit(lambda *args: model.apply(*args)[0])
+
+
+def test_there_is_no_dropout_without_a_key(dropping: tuple[models.Params, Callable[..., jax.Array]]) -> None:
+    params, apply = dropping
     tokens = np.random.default_rng(0).integers(0, V, (B, T), dtype=np.int32)
-    model, dropping = models.build(LLAMA, T), models.build(dataclasses.replace(LLAMA, dropout=0.5), T)
-    params = jax.jit(model.init)(jax.random.key(0))
-    np.testing.assert_array_equal(dropping.apply(params, tokens)[0], model.apply(params, tokens)[0])
-    dropped = dropping.apply(params, tokens, jax.random.key(0))[0]
-    assert not np.array_equal(dropped, model.apply(params, tokens)[0])
-    assert not np.array_equal(dropped, dropping.apply(params, tokens, jax.random.key(1))[0])
-    np.testing.assert_array_equal(dropped, dropping.apply(params, tokens, jax.random.key(0))[0])
+    plain = np.asarray(jax.jit(models.build(LLAMA, T).apply)(params, tokens)[0])
+    np.testing.assert_array_equal(apply(params, tokens), plain)
+    dropped = np.asarray(apply(params, tokens, jax.random.key(0)))
+    assert not np.array_equal(dropped, plain)
+    assert not np.array_equal(dropped, apply(params, tokens, jax.random.key(1)))
+    np.testing.assert_array_equal(dropped, apply(params, tokens, jax.random.key(0)))
 
 
-def test_dropout_is_the_same_scanned_and_unrolled() -> None:
-    cfg = dataclasses.replace(LLAMA, dropout=0.3)
+def test_dropout_is_the_same_scanned_and_unrolled(dropping: tuple[models.Params, Callable[..., jax.Array]]) -> None:
+    params, apply = dropping
     tokens, key = np.zeros((B, T), np.int32), jax.random.key(3)
-    params = jax.jit(models.build(cfg, T).init)(jax.random.key(0))
-    scanned, _ = models.build(cfg, T).apply(params, tokens, key)
-    unrolled, _ = models.build(dataclasses.replace(cfg, scan_layers=False), T).apply(params, tokens, key)
-    np.testing.assert_allclose(scanned, unrolled, rtol=1e-5, atol=1e-6)
+    unrolled = models.build(dataclasses.replace(LLAMA, dropout=0.5, scan_layers=False), T)
+    np.testing.assert_allclose(
+        apply(params, tokens, key), jax.jit(unrolled.apply)(params, tokens, key)[0], rtol=1e-5, atol=1e-6
+    )
