@@ -116,7 +116,7 @@ def build(config: Config) -> Functions:
         step = state.step + 1
         key = jax.random.fold_in(jax.random.key(config.train.seed), step) if cfg.dropout else None
         loss, grads = gradients(state.params, batch, key)
-        if controls.grad_fault is not None:
+        if controls.grad_fault is not None and fault_layer is not None:
             grads = faults.inf_in_layer(grads, fault_layer, controls.grad_fault)
         grad_norm = optax.tree.norm(grads)
         if config.optim.clip_norm is not None:

@@ -32,20 +32,11 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     is one to one in w, so one changed word is always noticed; anything else, two swapped words included, is
     missed with a chance of about 2^-32. (w times an odd multiplier of i would miss every swap of x and -x.)
     """
-    by_devices: dict[frozenset[Any], dict[str, jax.Array]] = {}
-    for name, x in arrays.items():
-        by_devices.setdefault(frozenset(x.sharding.device_set), {})[name] = x
-    found: dict[str, jax.Array] = {}
-    for group in by_devices.values():  # one computation cannot span two sets of devices
-        found.update(_fingerprints(group))
-    return {name: found[name] for name in arrays}
+    # Leaf by leaf: most have the shape of another (a weight and its moments), and share what is compiled.
+    return {name: _fingerprint(x) for name, x in arrays.items()}
 
 
 @jax.jit
-def _fingerprints(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return jax.tree.map(_fingerprint, arrays)
-
-
 def _fingerprint(x: jax.Array) -> jax.Array:
     words = _words(x)
     index = jnp.zeros(words.shape, jnp.uint32)

@@ -447,11 +447,12 @@ def fit(steps: Sequence[int], values: Sequence[float]) -> tuple[float, float, fl
     middle = len(values) // 2
     rise = _median(values[middle:]) - _median(values[:middle])
     run = (steps[-1] + steps[middle] - steps[middle - 1] - steps[0]) / 2
-    slope = min(rise / run, 0.0)
-    end = steps[-1]
+    slope, end = rise / run, steps[-1]
     flat = [v - slope * (s - end) for s, v in zip(steps, values, strict=True)]
     location = _median(flat)
-    return location, slope, _MAD_TO_SIGMA * _median([abs(v - location) for v in flat])
+    # About the line as it runs: a rise that counted as noise would widen the band that it has to leave.
+    scale = _MAD_TO_SIGMA * _median([abs(v - location) for v in flat])
+    return (location, slope, scale) if slope <= 0 else (_median(values), 0.0, scale)
 
 
 def _median(values: Sequence[float]) -> float:

@@ -42,7 +42,7 @@ def start(heartbeat_timeout_s: int = 30) -> None:
 
 def cache_compilations(folder: Path) -> None:
     """Keeps compiled programs in `folder` from one process to the next, unless JAX has been given a place for them."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
