@@ -539,7 +539,8 @@ def _impossible_runs(c: Config) -> Iterator[tuple[str, str]]:
 
         faults.parse(c.faults)
     except ValueError as error:
-        yield "faults", str(error)
+        for line in str(error).splitlines():
+            yield "faults", line
 
 
 def _impossible_guards(c: Config) -> Iterator[tuple[str, str]]:

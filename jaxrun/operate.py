@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ def rewind(workdir: Path, config: Config, *, to_step: int, skip: tuple[int, int]
             raise ConfigError(f"--lr-scale {lr_scale:g}: has to be above 0 and at most 1")
         steps = read_steps(workdir)
         from_step = int(steps["step"][-1]) if len(steps) else 0
-        guard = Guard.new(config.guard, config.train.num_steps)
+        guard = Guard.new(
+            dataclasses.replace(config.guard, rewind_steps=config_lib.rewind_steps(config)), config.train.num_steps
+        )
         past = [e["decision"] for e in events if e["kind"] == "rewind"]
         if past:
             guard = guard.rewound(0, Rewind.from_dict(past[-1]))

@@ -65,9 +65,12 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
     dataset = _open_data(config)
     if config.train.eval_every and dataset.eval_problem:
         raise ConfigError(dataset.eval_problem)
+    # Before a mesh is set: on a CPU it is measured, on one device.
+    device_peak = peak(jax.local_devices()[0], config.model.dtype, config.telemetry.peak_flops)
     mesh = sharding.make_mesh(sizes)
     with jax.set_mesh(mesh):
         run = Run(config, workdir, dataset, mesh, accept_config_change)
+        run.peak = device_peak
         try:
             return run.train()
         finally:
@@ -108,6 +111,9 @@ class Run:
         self.rows = sharding.local_rows(config.train.batch_size, mesh)
         self.guard_config = dataclasses.replace(config.guard, rewind_steps=config_lib.rewind_steps(config))
         self.faults = faults.parse(config.faults)
+        if self.faults:
+            self.faults.check(self._abstract_state().params)
+            log.warning("this is a rehearsal: %s will be injected", self.faults.text)
 
         self.lock: launch.RunLock | None = None
         claim = launch.agree(lambda: self._claim(accept_config_change))
@@ -133,6 +139,7 @@ class Run:
         )
         self.loader: data.Loader | None = None
         self.interval = Interval()
+        self.peak: Peak | None = None  # of one device
         self.in_flight: collections.deque[InFlight] = collections.deque()
 
         # Of the state of the run, what the host keeps; `_restore` or `_initialise` sets it.
@@ -154,7 +161,6 @@ class Run:
                 log.info("the run is finished already, at step %d", t.num_steps)
                 return FINISHED
         # Slow things that do not need each other: compiling, and bringing the state (Orbax's import included).
-        self.peak: Peak | None = peak(jax.local_devices()[0], self.config.model.dtype, self.config.telemetry.peak_flops)
         background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
         compiling = background.submit(self._compile)
         self.model_flops = background.submit(reference_flops, step_lib.build, self.config)
@@ -307,6 +313,7 @@ class Run:
         for fault in self.faults.due(self.step + 1, self.history.struck()):
             log.warning("injecting %s before step %d", fault.text, self.step + 1)
             self._event("fault", step=self.step + 1, fault=fault.text)
+            launch.agree(lambda: None)  # on the disk before any process is struck
             state = self.faults.strike(fault, state, jax.process_index())
         return state
 

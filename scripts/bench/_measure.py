@@ -54,12 +54,13 @@ def conditions() -> str:
     """Machine, load, versions, date: one paragraph."""
     versions = ", ".join(f"{name} {version}" for name, version in rundir.versions().items())
     load = f"load {os.getloadavg()[0]:.1f} at the start" if hasattr(os, "getloadavg") else "load unknown"
-    return f"{_processor()}, {len(os.sched_getaffinity(0))} cores ({load}), {time.strftime('%Y-%m-%d')}; {versions}."
+    return f"{_processor()}, {os.cpu_count()} cores ({load}), {time.strftime('%Y-%m-%d')}; {versions}."
 
 
 def _processor() -> str:
     try:
-        names = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        facts = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        names = []
+        facts = []
+    names = [fact.partition(":")[2].strip() for fact in facts if fact.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()

@@ -18,6 +18,7 @@ step, time, eval_loss.
 import argparse
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,7 +141,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile the loss")
     args = parser.parse_args()
     started = time.perf_counter()
-    with open(args.metrics or "/dev/null", "w") as metrics:
+    with open(args.metrics or os.devnull, "w", buffering=1) as metrics:
         for line in train(args):
             metrics.write(json.dumps(line) + "\n")
             print("  ".join(f"{k} {v:.5g}" for k, v in line.items() if k != "time"), flush=True)

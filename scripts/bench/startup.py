@@ -95,8 +95,8 @@ def main() -> None:
 
         run("uncounted", "cache-uncounted", "--config.train.num_steps=1", "--config.optim.warmup_steps=0")
         for repeat in range(args.repeats):
-            for kind in runs:
-                runs[kind].append(run(f"{kind}-{repeat}", f"cache-{repeat}"))
+            for kind, measured in runs.items():
+                measured.append(run(f"{kind}-{repeat}", f"cache-{repeat}"))
 
     print(f"`scripts/bench/startup.py {args.config} {' '.join(given)}`".replace(" `", "`"), end=": ")
     print(f"{args.repeats} × {args.steps} steps, median (range). {conditions}\n")

@@ -1,6 +1,5 @@
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest

@@ -22,7 +22,11 @@ def bigram_nats(counts: np.ndarray, inputs: np.ndarray, targets: np.ndarray) -> 
 @pytest.mark.slow
 def test_its_held_out_loss_is_below_a_bigram_models(place: Place, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    options = [f"--config.data.cache_dir={cache}", "--config.train.num_steps=150", "--config.telemetry.tensorboard=false"]
+    options = [
+        f"--config.data.cache_dir={cache}",
+        "--config.train.num_steps=150",
+        "--config.telemetry.tensorboard=false",
+    ]
     with place.train(tmp_path / "run", *options, config=QUICKSTART) as trainer:
         trainer.finish()
     cfg = config_lib.load(tmp_path / "run" / "config.json")

@@ -103,7 +103,7 @@ ENTRY %main (p0: f32[8,16], p1: f32[16,32]) -> f32[8,32] {
   %gemm = (f32[8,32]{1,0}, s8[4194304]{0}) custom-call(%p0, %p1), custom_call_target="TARGET", backend_config={"gemm_backend_config":{"alpha_real":1,"beta":0,"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
   ROOT %out = f32[8,32]{1,0} get-tuple-element(%gemm), index=0
 }
-"""  # noqa: E501
+"""
 
 
 def test_a_library_call_is_counted_where_its_form_is_known_and_null_where_not() -> None:
