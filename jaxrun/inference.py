@@ -23,12 +23,6 @@ def load(
     """A checkpoint's parameters, split over this process's devices by fsdp."""
     mesh = sharding.make_mesh(sharding.resolve(MeshConfig(data=1, fsdp=-1), len(jax.devices())))
     fns = step_lib.build(config)
-    abstract = jax.eval_shape(fns.init, jax.random.key(0))
-    wanted = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-        abstract,
-        step_lib.state_shardings(fns, mesh),
-    )
     with jax.set_mesh(mesh):
         folder = workdir / "checkpoints"
         checkpoints = Checkpointer(folder, keep=1, on_event=lambda kind, fields: None) if folder.is_dir() else None
@@ -37,7 +31,7 @@ def load(
             have = f"there are {', '.join(map(str, steps))}" if steps else "there is none yet"
             raise ConfigError(f"{workdir}: no checkpoint{'' if step is None else f' of step {step}'}; {have}")
         step = max(steps) if step is None else step
-        state, _ = checkpoints.restore(step, wanted)
+        state, _ = checkpoints.restore(step, step_lib.abstract_state(fns, mesh))
         checkpoints.close()
     return step, state.params, fns, mesh
 

@@ -7,6 +7,7 @@ opens the file. Non-finite numbers are the strings "nan", "inf" and "-inf".
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -55,15 +56,20 @@ class LineFile:
     def append(self, *records: Mapping[str, Any]) -> None:
         """Appends these lines in one write: a kill leaves all of them, or none."""
         data = "".join(dumps(record) + "\n" for record in records).encode()
-        written = os.write(self._fd, data)
-        if written != len(data):  # the disk is full: leave whole lines only
-            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
-            raise OSError(28, "no space left for a record")
+        _append(self._fd, data)
         if self._durable:
             os.fsync(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _append(fd: int, data: bytes) -> None:
+    """All of `data`, or nothing: what is appended later stands behind whole records."""
+    written = os.write(fd, data)
+    if written != len(data):  # the disk is full
+        os.ftruncate(fd, os.fstat(fd).st_size - written)
+        raise OSError(errno.ENOSPC, "no space left for a record")
 
 
 def _cut_torn_tail(fd: int, block: int = 65536) -> None:
@@ -84,8 +90,9 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with open(path, "rb") as file:
             for line in file:
-                if line.endswith(b"\n"):
-                    yield json.loads(line)
+                if not line.endswith(b"\n"):  # being written: what is read on from here is not a line
+                    return
+                yield json.loads(line)
     except FileNotFoundError:
         return
 
@@ -127,7 +134,8 @@ class StepRecords:
         os.ftruncate(self._fd, size - size % STEP_RECORD.itemsize)  # torn by a crash of the machine
 
     def append(self, **fields: Any) -> None:
-        os.write(self._fd, np.array([tuple(fields[name] for name in STEP_RECORD.names or ())], STEP_RECORD).tobytes())
+        record = np.array([tuple(fields[name] for name in STEP_RECORD.names or ())], STEP_RECORD)
+        _append(self._fd, record.tobytes())
 
     def close(self) -> None:
         os.close(self._fd)

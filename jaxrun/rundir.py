@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrun import __version__
-from jaxrun.config import Config, ConfigError, changes, changes_meaning, to_dict, to_json
+from jaxrun.config import Config, ConfigError, changes, changes_meaning, flatten, to_dict, to_json
 from jaxrun.journal import EVENTS, Journal, next_attempt, read_lines
 
 log = logging.getLogger("jaxrun")
@@ -54,7 +54,8 @@ def config_changes(workdir: Path, config: Config, fingerprint: str, *, accept: b
     recorded, run = read_json(workdir / CONFIG), read_json(workdir / RUN)
     if recorded is None or run is None:
         return {}
-    changed = changes(recorded, to_dict(config))
+    # An option that is newer than the run had its default.
+    changed = changes(flatten(to_dict(Config())) | flatten(recorded), to_dict(config))
     if run["data_fingerprint"] != fingerprint:
         changed["data (its content)"] = (run["data_fingerprint"], fingerprint)
     refused = [path for path in changed if changes_meaning(path) or path.startswith("data (")]

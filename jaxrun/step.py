@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxrun import faults, models, optim, sharding
-from jaxrun.config import Config
+from jaxrun.config import Config, TrainConfig
 
 # Metrics.skip_reason, in the order that the step looks.
 SKIP_REASONS = (None, "loss_nonfinite", "grad_nonfinite", "grad_limit")
@@ -178,3 +178,32 @@ def state_shardings(fns: Functions, mesh: jax.sharding.Mesh) -> TrainState:
         return sharding.shard(axes, leaf.shape, mesh)
 
     return jax.tree_util.tree_map_with_path(of, abstract)
+
+
+def abstract_state(fns: Functions, mesh: jax.sharding.Mesh) -> TrainState:
+    """The shapes, types and shardings of a state: what a checkpoint is restored onto."""
+    abstract = jax.eval_shape(fns.init, jax.random.key(0))
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, state_shardings(fns, mesh)
+    )
+
+
+def compile_train_step(fns: Functions, train: TrainConfig, mesh: jax.sharding.Mesh, *, with_fault: bool = False) -> Any:
+    """The train step's executable for `mesh`; it owns (donates) the state that it is given.
+
+    Args:
+      with_fault: whether `Controls.grad_fault` will be an array.
+    """
+    shape = (train.batch_size, train.seq_len)
+    by_rows = sharding.batch_sharding(shape, mesh)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=by_rows)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+    arguments: Any = (
+        abstract_state(fns, mesh),
+        Batch(ids, ids, jax.ShapeDtypeStruct(shape, jnp.float32, sharding=by_rows)),  # type: ignore[arg-type]
+        Controls(scalar, scalar, scalar if with_fault else None),  # type: ignore[arg-type]
+    )
+    step = jax.jit(fns.train_step, donate_argnums=0, out_shardings=(state_shardings(fns, mesh), whole))
+    with jax.set_mesh(mesh):  # this may be a thread of its own
+        return step.lower(*arguments).compile()

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrun import checkpoint, data, faults, launch, rundir, sharding
@@ -30,10 +29,12 @@ from jaxrun.evaluate import held_out_loss, to_devices
 from jaxrun.guard import GiveUp, Guard, Rebaseline, Record, Rewind, SpikeOver, SpikeSeen, choose_checkpoint
 from jaxrun.history import History, rewind_events
 from jaxrun.journal import StepRecords, is_skipped, plain
+from jaxrun.telemetry.efficiency import Efficiency
 from jaxrun.telemetry.flops import flops_6n, param_count, reference_flops
+from jaxrun.telemetry.hlo import executed_flops
 from jaxrun.telemetry.interval import Interval
 from jaxrun.telemetry.metrics import MetricsWriter
-from jaxrun.telemetry.peaks import Peak, peak, utilization
+from jaxrun.telemetry.peaks import Peak, peak
 from jaxrun.telemetry.progress import Profile, Progress
 
 log = logging.getLogger("jaxrun")
@@ -69,8 +70,7 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
     device_peak = peak(jax.local_devices()[0], config.model.dtype, config.telemetry.peak_flops)
     mesh = sharding.make_mesh(sizes)
     with jax.set_mesh(mesh):
-        run = Run(config, workdir, dataset, mesh, accept_config_change)
-        run.peak = device_peak
+        run = Run(config, workdir, dataset, mesh, device_peak=device_peak, accept_config_change=accept_config_change)
         try:
             return run.train()
         finally:
@@ -102,17 +102,17 @@ class InFlight:
 class Run:
     """One start of a run: the edges where its state lives, and the loop over them."""
 
-    def __init__(self, config: Config, workdir: Path, dataset: data.Dataset, mesh: jax.sharding.Mesh, accept_config_change: bool):  # fmt: skip
+    def __init__(self, config: Config, workdir: Path, dataset: data.Dataset, mesh: jax.sharding.Mesh, *, device_peak: Peak | None, accept_config_change: bool):  # fmt: skip
+        self.peak = device_peak
         self.config, self.workdir, self.dataset, self.mesh = config, workdir, dataset, mesh
         self.fns = step_lib.build(config)
         self.eval_step = jax.jit(self.fns.eval_step)
-        self.shardings = step_lib.state_shardings(self.fns, mesh)
         self.replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         self.rows = sharding.local_rows(config.train.batch_size, mesh)
         self.guard_config = dataclasses.replace(config.guard, rewind_steps=config_lib.rewind_steps(config))
         self.faults = faults.parse(config.faults)
         if self.faults:
-            self.faults.check(self._abstract_state().params)
+            self.faults.check(step_lib.abstract_state(self.fns, mesh).params)
             log.warning("this is a rehearsal: %s will be injected", self.faults.text)
 
         self.lock: launch.RunLock | None = None
@@ -139,7 +139,6 @@ class Run:
         )
         self.loader: data.Loader | None = None
         self.interval = Interval()
-        self.peak: Peak | None = None  # of one device
         self.in_flight: collections.deque[InFlight] = collections.deque()
 
         # Of the state of the run, what the host keeps; `_restore` or `_initialise` sets it.
@@ -163,7 +162,12 @@ class Run:
         # Slow things that do not need each other: compiling, and bringing the state (Orbax's import included).
         background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
         compiling = background.submit(self._compile)
-        self.model_flops = background.submit(reference_flops, step_lib.build, self.config)
+        self.efficiency = Efficiency(
+            self.peak, jax.device_count(),
+            model_flops=background.submit(reference_flops, step_lib.build, self.config),
+            executed_flops=background.submit(lambda: executed_flops(compiling.result().as_text(), jax.device_count())),
+            flops_6n=flops_6n(self.config.model, t.seq_len, t.batch_size * t.seq_len),
+        )  # fmt: skip
         background.shutdown(wait=False)
         state = self._restore() or self._initialise()
         if self.step > t.num_steps:
@@ -228,23 +232,11 @@ class Run:
 
     def _compile(self) -> Any:
         """The train step's executable, while the main thread restores the state and opens the data."""
-        with jax.set_mesh(self.mesh):
-            t = self.config.train
-            shape = (t.batch_size, t.seq_len)
-            by_rows = sharding.batch_sharding(shape, self.mesh)
-            types = (jnp.int32, jnp.int32, jnp.float32)
-            batch: Any = step_lib.Batch(*(jax.ShapeDtypeStruct(shape, dtype, sharding=by_rows) for dtype in types))  # type: ignore[arg-type]
-            scalar: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.replicated)
-            controls = step_lib.Controls(scalar, scalar, scalar if self.faults.grad_layer is not None else None)
-            step = jax.jit(self.fns.train_step, donate_argnums=0, out_shardings=(self.shardings, self.replicated))
-            started = time.perf_counter()
-            compiled = step.lower(self._abstract_state(), batch, controls).compile()
-            log.info("compiled the train step in %.1f s", time.perf_counter() - started)
-            return compiled
-
-    def _abstract_state(self) -> step_lib.TrainState:
-        abstract = jax.eval_shape(self.fns.init, jax.random.key(0))
-        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, self.shardings)
+        started = time.perf_counter()
+        with_fault = self.faults.grad_layer is not None
+        compiled = step_lib.compile_train_step(self.fns, self.config.train, self.mesh, with_fault=with_fault)
+        log.info("compiled the train step in %.1f s", time.perf_counter() - started)
+        return compiled
 
     def _new_guard(self) -> Guard:
         return Guard.new(self.guard_config, self.config.train.num_steps)
@@ -261,10 +253,10 @@ class Run:
             self.history.write(*(("checkpoint_saved", s, {"found": True}) for s in steps if s not in known))
             known = self.history.agreed_labels(self.guard)
         candidates = [s for s in steps if known.get(s) != "suspect" and (at_most is None or s <= at_most)]
-        found = self.checkpoints.restore_newest(self._abstract_state(), candidates)
+        found = self.checkpoints.restore_newest(step_lib.abstract_state(self.fns, self.mesh), candidates)
         self.step, state, host = found or (0, None, {})
         self.batch_index, self.tokens = host.get("batch_index", 0), host.get("tokens", 0.0)
-        guard, unjudged = self._new_guard(), [_record_from(r) for r in host.get("unjudged", ())]
+        guard, unjudged = self._new_guard(), [Record.from_dict(r) for r in host.get("unjudged", ())]
         if host:
             guard = Guard.from_dict(host["guard"], self.guard_config, self.config.train.num_steps)
         if decision := self.history.last_decision():
@@ -284,7 +276,8 @@ class Run:
 
     def _initialise(self) -> step_lib.TrainState:
         """The state at step 0, made by every device for its own part."""
-        return jax.jit(self.fns.init, out_shardings=self.shardings)(jax.random.key(self.config.train.seed))
+        shardings = step_lib.state_shardings(self.fns, self.mesh)
+        return jax.jit(self.fns.init, out_shardings=shardings)(jax.random.key(self.config.train.seed))
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
@@ -381,11 +374,7 @@ class Run:
     def _log(self, flown: InFlight, m: Any) -> None:
         if not (self.metrics and self.progress):
             return
-        speed, devices = self.interval.take(), jax.device_count()
-        per_second = speed["tokens"] / speed["elapsed_s"]
-        t = self.config.train
-        shorthand = flops_6n(self.config.model, t.seq_len, t.batch_size * t.seq_len)
-        model_flops = self.model_flops.result() if self.model_flops.done() else None
+        speed = self.interval.take(jax.device_count())
         line = {
             "step": flown.step,
             "attempt": self.history.attempt,
@@ -399,13 +388,8 @@ class Run:
             "lr_scale": flown.lr_scale,
             "update_applied": m.skip_reason == 0,
             "tokens": int(self.tokens),
-            "step_time_s": speed["step_time_s"],
-            "data_wait_s": speed["data_wait_s"],
-            "tokens_per_sec": per_second,
-            "tokens_per_sec_per_device": per_second / devices,
-            "mfu": utilization(model_flops, speed["step_time_s"], devices, self.peak),
-            "hfu": None,  # the executable's own count, loops multiplied out, is not read yet
-            "mfu_6n": utilization(shorthand, speed["step_time_s"], devices, self.peak),
+            **speed,
+            **self.efficiency.at(speed["step_time_s"]),
         }
         self.metrics.write(line)
         self.progress.show(line)
@@ -515,9 +499,3 @@ class Run:
                 edge.close()
         if self.lock:
             self.lock.release()
-
-
-def _record_from(fields: dict[str, Any]) -> Record:
-    """A record as JSON kept it, where non-finite numbers are strings."""
-    numbers = {k: float(v) if isinstance(v, str) and k != "skip_reason" else v for k, v in fields.items()}
-    return Record(**numbers)  # type: ignore[arg-type]

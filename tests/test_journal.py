@@ -59,7 +59,11 @@ def test_non_finite_numbers_are_strings_and_every_line_is_strict_json() -> None:
     assert found == {"a": "nan", "b": ["inf", "-inf"], "c": {"d": "nan"}, "e": 3, "f": True}
 
 
-@given(st.dictionaries(st.text(), st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text()))
+@given(
+    st.dictionaries(
+        st.text(), st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(), max_size=6
+    )
+)
 def test_any_record_is_one_line_and_comes_back(record: dict[str, Any]) -> None:
     line = dumps(record)
     assert "\n" not in line
@@ -232,8 +236,12 @@ def test_skipped_windows_are_the_union_of_what_was_journaled(ranges: list[tuple[
 float32 = st.integers(0, 2**32 - 1).map(lambda bits: np.uint32(bits).view(np.float32))
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, 2**62), st.integers(0, 99), st.integers(0, 3),
-                          float32, float32, float32, float32), max_size=4))  # fmt: skip
+a_step = st.tuples(
+    st.integers(0, 2**62), st.integers(0, 2**62), st.integers(0, 99), st.integers(0, 3), *(float32,) * 4
+)  # fmt: skip
+
+
+@given(rows=st.lists(a_step, max_size=4))
 def test_step_records_come_back_bit_for_bit(rows: list[tuple[Any, ...]], tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("steps")
     records = StepRecords(folder)

@@ -61,6 +61,12 @@ class Record:
     grad_limit: float = math.inf
     params_finite: bool = True
 
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any]) -> Record:
+        """A record that JSON has kept, where non-finite numbers are strings."""
+        names = ("loss", "grad_norm", "lr_scale", "grad_limit")
+        return cls(**{k: float(v) if k in names and v is not None else v for k, v in tree.items()})
+
 
 @dataclass(frozen=True)
 class Line:

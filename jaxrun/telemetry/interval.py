@@ -27,15 +27,16 @@ class Interval:
     def waiting(self) -> _Span:
         return _Span(self, "_waited_s")
 
-    def take(self) -> dict[str, float]:
-        """The interval's figures, per step where they say so; the next interval begins."""
+    def take(self, num_devices: int) -> dict[str, float]:
+        """The interval's figures as metrics.jsonl has them, times per step; the next interval begins."""
         elapsed_s = time.perf_counter() - self._start - self._paused_s
         steps = max(1, self._steps)
+        per_second = self._tokens / elapsed_s
         taken = {
-            "elapsed_s": elapsed_s,
-            "tokens": self._tokens,
             "step_time_s": elapsed_s / steps,
             "data_wait_s": self._waited_s / steps,
+            "tokens_per_sec": per_second,
+            "tokens_per_sec_per_device": per_second / num_devices,
         }
         self.restart()
         return taken

@@ -6,7 +6,7 @@ Each repeat is two processes in fresh run directories: one with an empty compila
 the first one filled. The run is cut to `--steps` steps with three checkpoints and no evaluation; overrides come after
 that, and win. A first, uncounted start fills the token cache.
 
-  compile       XLA's time for the train step (`compile_s` of the `compiled` event). Restoring goes on beside it.
+  compile       XLA's time for the train step (`compile_s` in the journal). Restoring goes on beside it.
   first step    from the start of the process to the moment when the host has read the first step's numbers. They are
                 read while later steps run, so this is up to three steps too long, never too short.
   step, tokens/s, data wait

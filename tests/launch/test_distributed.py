@@ -75,13 +75,18 @@ def test_half_an_address_is_refused_in_one_line(
 
 def test_alone_it_agrees_with_itself() -> None:
     assert launch.agree(lambda: (1, "two")) == (1, "two")
-    assert launch.any_process(True) is True
-    assert launch.any_process(False) is False
     with pytest.raises(ZeroDivisionError):
         launch.agree(lambda: 1 // 0)
 
 
-# -- two processes of four devices ------------------------------------------------------------------------------------
+def test_a_place_for_compiled_programs_that_was_given_is_kept(tmp_path: Path) -> None:
+    given = jax.config.jax_compilation_cache_dir
+    assert given is not None  # conftest.py
+    launch.cache_compilations(tmp_path)
+    assert jax.config.jax_compilation_cache_dir == given
+
+
+# -- two processes of two devices ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +129,11 @@ def test_an_error_of_process_0_is_raised_on_all(two: list[dict[str, Any]]) -> No
 
 
 @pytest.mark.multiprocess
-def test_what_holds_on_one_process_is_known_on_all(two: list[dict[str, Any]]) -> None:
-    assert [seen["any"] for seen in two] == [[False, True, True]] * 2
+def test_an_interrupt_of_one_process_stops_all_after_the_same_step(two: list[dict[str, Any]]) -> None:
+    assert two[0]["stopped"] == two[1]["stopped"]
+    reason, step = two[0]["stopped"]
+    assert reason == "SIGTERM"
+    assert 5 <= step < 900
 
 
 @pytest.mark.multiprocess

@@ -2,16 +2,18 @@
 
 import json
 import os
+import signal
 import sys
+import time
 
 import jax
 
 jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
 
-import numpy as np
+import numpy as np  # noqa: E402
 
-from jaxrun import launch, sharding
-from jaxrun.config import ConfigError, MeshConfig
+from jaxrun import launch, sharding  # noqa: E402
+from jaxrun.config import ConfigError, MeshConfig  # noqa: E402
 
 launch.start()
 me = jax.process_index()
@@ -32,7 +34,6 @@ for name, fn in (("config_error", refuse), ("os_error", fail)):
         launch.agree(fn)
     except (ConfigError, OSError) as error:
         seen[name] = [type(error).__name__, str(error)]
-seen["any"] = [launch.any_process(False), launch.any_process(me == 1), launch.any_process(True)]
 
 num_rows = 24
 for split in ({"data": -1}, {"data": 1, "fsdp": -1}, {"data": 2, "tensor": 2}, {"data": 1, "tensor": 4}):
@@ -42,5 +43,15 @@ for split in ({"data": -1}, {"data": 1, "fsdp": -1}, {"data": 2, "tensor": 2}, {
     total = jax.jit(lambda x: (x[:, 0] * (1 + np.arange(num_rows))).sum())(array)
     seen.setdefault("rows", []).append(rows)  # type: ignore[attr-defined]
     seen.setdefault("total", []).append(float(total))  # type: ignore[attr-defined]
+
+stop = launch.StopRequest()
+for step in range(1000):
+    if me == 1 and step == 5:
+        os.kill(os.getpid(), signal.SIGINT)
+    reason = stop.at(step)
+    if reason:
+        break
+    time.sleep(0.02)
+seen["stopped"] = [reason, step]
 print(json.dumps(seen), flush=True)
 jax.distributed.shutdown()
