@@ -38,7 +38,6 @@ from jaxrun.telemetry.peaks import Peak, peak
 from jaxrun.telemetry.progress import Profile, Progress
 
 log = logging.getLogger("jaxrun")
-
 # Exit codes: jaxrun's contract with schedulers and supervisors.
 FINISHED, GAVE_UP, STOPPED = 0, 70, 75
 

@@ -65,7 +65,8 @@ class Record:
     def from_dict(cls, tree: Mapping[str, Any]) -> Record:
         """A record that JSON has kept, where non-finite numbers are strings."""
         names = ("loss", "grad_norm", "lr_scale", "grad_limit")
-        return cls(**{k: float(v) if k in names and v is not None else v for k, v in tree.items()})
+        fields: dict[str, Any] = {k: float(v) if k in names and v is not None else v for k, v in tree.items()}
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
