@@ -190,17 +190,20 @@ def test_a_signal_reaches_the_training_which_may_save_before_it_ends(lab: Lab, n
     ready, saved = lab.folder / "ready", lab.folder / "saved"
     (lab.folder / "train").write_text(
         f"trap 'sleep 0.3; touch \"{saved}\"; exit 75' {number.name.removeprefix('SIG')}\n"
-        f'touch "{ready}"\nwhile true; do sleep 0.05; done\n'
+        f'touch "{ready}"\nfor i in $(seq 400); do sleep 0.05; done\n'
     )
     process = subprocess.Popen(
-        lab.command("quickstart.sh"), env=lab.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        lab.command("quickstart.sh"), env=lab.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    with process:
+    try:
         deadline = time.monotonic() + 60
         while not ready.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         process.send_signal(number)
         assert process.wait(timeout=60) == 75
+    finally:
+        process.kill()
+        process.wait()
     assert saved.exists()
 
 

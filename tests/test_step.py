@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrun import config as config_lib
 from jaxrun import models, optim, sharding, step
 from jaxrun.config import Config, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 
@@ -37,11 +36,12 @@ MESHES = {
 
 def with_options(**options: Any) -> Config:
     """CONFIG with options by their dotted path, dots as double underscores."""
-    tree = config_lib.to_dict(CONFIG)
+    config = CONFIG
     for path, value in options.items():
         section, name = path.split("__")
-        tree[section][name] = value
-    return config_lib.validate(tree)
+        changed = dataclasses.replace(getattr(config, section), **{name: value})
+        config = dataclasses.replace(config, **{section: changed})
+    return config
 
 
 class Trainer:

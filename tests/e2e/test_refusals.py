@@ -1,15 +1,14 @@
 """What cannot run says so in one line, exits with 78, and leaves no trace in the run directory."""
 
+import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxrun import journal
-
-from .harness import Place, checkpoints, events, jaxrun, last_step, lines, tree
+from .harness import NUM_STEPS, Place, assert_same_run, checkpoints, events, jaxrun, last_step, lines, tree
 
 BAD_CONFIG = 78
 
@@ -114,21 +113,19 @@ def test_a_token_above_the_vocabulary(refused: Callable[..., str], tmp_path: Pat
     assert "token 1234 has id 256" in line
 
 
-def test_a_second_trainer_in_the_same_run_directory(place: Place, tmp_path: Path) -> None:
+def test_a_second_trainer_in_the_same_run_directory(place: Place, finished: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
-    # Of any length: it is stopped once the second one has been refused.
-    with place.train(workdir, "--config.train.num_steps=1000000", "--config.train.eval_every=0") as first:
-        first.until_step(1)
-        second = jaxrun("train", "--config", place.config, "--workdir", workdir, "--config.train.num_steps=1000000",
-                        "--config.train.eval_every=0")  # fmt: skip
-        line = the_line(second)
+    with place.train(workdir) as first:
+        first.until_step(20)
+        first.process.send_signal(signal.SIGSTOP)  # so that it is not finished too soon
+        before = tree(workdir)
+        line = the_line(jaxrun("train", "--config", place.config, "--workdir", workdir))
         assert f"process {first.process.pid} " in line
         assert str(workdir) in line
-        first.until_step(last_step(workdir) + 5)
-        assert first.signal(15) == 75
-    assert [e["attempt"] for e in events(workdir, "start")] == [0]
-    assert events(workdir, "resume") == []
-    assert [line["step"] for line in lines(workdir)] == list(range(1, last_step(workdir) + 1))
+        assert tree(workdir) == before
+        first.process.send_signal(signal.SIGCONT)
+        first.finish()
+    assert_same_run(workdir, finished)
 
 
 # -- another config for a run that is under way -----------------------------------------------------------------------
@@ -167,44 +164,42 @@ def test_what_would_make_it_another_run_is_refused_with_old_and_new(
     assert tree(stopped) == before
 
 
-def test_so_is_other_content_behind_the_same_path(place: Place, tmp_path: Path) -> None:
-    source = tmp_path / "text.txt"
-    source.write_text("The first text. " * 500)
-    command = ("train", "--config", place.config, "--workdir", tmp_path / "run", f"--config.data.source={source}",
-               "--config.train.num_steps=20", "--config.train.eval_every=0")  # fmt: skip
-    assert jaxrun(*command).returncode == 0
-    source.write_text("Another text. " * 500)
-    before = tree(tmp_path / "run")
-    line = the_line(jaxrun(*command))
+@pytest.fixture
+def more_text(place: Place) -> Iterator[None]:
+    path = place.root / "text" / "more.txt"
+    path.write_text("One document more. " * 40)
+    yield
+    path.unlink()
+
+
+@pytest.mark.usefixtures("more_text")
+def test_so_is_other_content_behind_the_same_path(place: Place, stopped: Path) -> None:
+    before = tree(stopped)
+    line = the_line(jaxrun("train", "--config", place.config, "--workdir", stopped))
     assert "data (its content)" in line
-    assert tree(tmp_path / "run") == before
+    assert tree(stopped) == before
 
 
-def test_a_new_learning_rate_is_taken_and_journaled(place: Place, stopped: Path) -> None:
+def test_a_new_learning_rate_is_taken_and_journaled(place: Place, stopped: Path, finished: Path) -> None:
     at = last_step(stopped)
-    options = ("--config.optim.peak_lr=1e-4", "--config.optim.schedule=constant", f"--config.train.num_steps={at + 5}")
-    with place.train(stopped, *options) as trainer:
+    with place.train(stopped, "--config.optim.peak_lr=1e-3") as trainer:
         trainer.finish()
     (changed,) = events(stopped, "config_changed")
-    assert changed["step"] == at
-    assert changed["changes"] == {
-        "optim.peak_lr": [3e-3, 1e-4],
-        "optim.schedule": ["cosine", "constant"],
-        "train.num_steps": [200, at + 5],
-    }
-    after = [line for line in lines(stopped) if line["step"] > at]
-    assert [line["step"] for line in after] == list(range(at + 1, at + 6))
-    np.testing.assert_allclose([line["lr"] for line in after], 1e-4, rtol=1e-6)
+    assert (changed["step"], changed["attempt"]) == (at, 1)
+    assert changed["changes"] == {"optim.peak_lr": [3e-3, 1e-3]}
+    assert [line["step"] for line in lines(stopped)] == list(range(1, NUM_STEPS + 1))
+    ratios = [mine["lr"] / theirs["lr"] for mine, theirs in zip(lines(stopped), lines(finished), strict=True)]
+    np.testing.assert_allclose(ratios, [1] * at + [1 / 3] * (NUM_STEPS - at), rtol=1e-6)
 
 
 def test_what_is_refused_is_done_when_it_is_asked_for_by_name(place: Place, stopped: Path, other_text: Path) -> None:
     at = last_step(stopped)
-    options = ("--config.train.seed=1", f"--config.data.source={other_text}", f"--config.train.num_steps={at + 5}")
+    options = ("--config.train.seed=1", f"--config.data.source={other_text}")
     with place.train(stopped, "--accept-config-change", *options) as trainer:
         trainer.finish()
     (changed,) = events(stopped, "config_changed")
+    assert (changed["step"], changed["attempt"]) == (at, 1)
+    assert set(changed["changes"]) == {"train.seed", "data.source", "data (its content)"}
     assert changed["changes"]["train.seed"] == [0, 1]
-    assert changed["changes"]["data.source"][1] == str(other_text)
-    assert "data (its content)" in changed["changes"]
-    assert max(checkpoints(stopped)) == at + 5
-    assert len(journal.read_steps(stopped)) == at + 5
+    assert changed["changes"]["data.source"] == [str(place.root / "text"), str(other_text)]
+    assert max(checkpoints(stopped)) == NUM_STEPS

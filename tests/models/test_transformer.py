@@ -106,16 +106,19 @@ def test_gradients_are_finite_differences_of_the_reference_in_float64(case: Case
     """For every parameter, along its gradient (the slope there is its norm) and along a random direction."""
     rng = np.random.default_rng(1)
     leaves, tree = jax.tree.flatten(float64(case.params))
-    h = 1e-5
-    for i, (path, grad) in enumerate(jax.tree_util.tree_leaves_with_path(float64(case.grads))):
+    grads = jax.tree_util.tree_leaves_with_path(float64(case.grads))
+    # What float32 leaves of a slope that is exactly zero, such as a key bias's without rotary positions.
+    rounding = 1e-6 * np.sqrt(sum((grad**2).sum() for _, grad in grads))
+    for i, (path, grad) in enumerate(grads):
         norm = np.linalg.norm(grad)
-        assert norm > 0, path
         for direction in (grad / norm, rng.normal(size=grad.shape) / math.sqrt(grad.size)):
+            h = 1e-5 * direction
             up, down = (
-                tree.unflatten([*leaves[:i], leaves[i] + d, *leaves[i + 1 :]]) for d in (h * direction, -h * direction)
+                reference_loss(case, tree.unflatten([*leaves[:i], moved, *leaves[i + 1 :]]))
+                for moved in (leaves[i] + h, leaves[i] - h)
             )
-            slope = (reference_loss(case, up) - reference_loss(case, down)) / (2 * h)
-            assert (grad * direction).sum() == pytest.approx(slope, rel=1e-3, abs=1e-4 * norm), path
+            slope = (up - down) / 2e-5
+            assert (grad * direction).sum() == pytest.approx(slope, rel=1e-3, abs=1e-4 * norm + rounding), path
 
 
 def test_no_output_depends_on_a_later_token(case: Case) -> None:
