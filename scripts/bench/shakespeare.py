@@ -28,6 +28,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, scratch: Path):
         self.args, self.scratch = args, scratch
         self.cache = scratch / "cache"  # of speed runs: compiled once
+        self.peer = ""  # the peer's version and threads, in its own words
 
     def jaxrun(self, name: str, seed: int, steps: int, eval_every: int, cache: Path) -> tuple[list[dict], float]:
         """The lines that the run logged, and its wall time in seconds."""
@@ -40,7 +41,9 @@ class Bench:
     def torch(self, name: str, seed: int, steps: int, eval_every: int) -> tuple[list[dict], float]:
         metrics = self.scratch / f"{name}.jsonl"
         command = [self.args.torch_python, PEER, self.args.text, "--steps", str(steps), "--seed", str(seed), "--eval-every", str(eval_every), "--metrics", metrics]  # fmt: skip
-        _, took_s = _measure.start([*command, *(["--compile"] if self.args.compile else [])], self.scratch / f"{name}.log")  # fmt: skip
+        log = self.scratch / f"{name}.log"
+        _, took_s = _measure.start([*command, *(["--compile"] if self.args.compile else [])], log)
+        self.peer = log.read_text().splitlines()[-1].partition(" with ")[2]
         return list(read_lines(metrics)), took_s
 
     def speed(self) -> str:
@@ -81,7 +84,10 @@ def main() -> None:
     conditions = _measure.conditions()
     with tempfile.TemporaryDirectory(prefix="jaxrun-shakespeare-") as scratch:
         bench = Bench(args, Path(scratch))
-        print(f"{args.rounds} rounds of {args.steps} steps, in turns. {conditions}\n\n{bench.speed()}", flush=True)
+        speed = bench.speed()
+        print(
+            f"{args.rounds} rounds of {args.steps} steps, in turns. {conditions} {bench.peer}.\n\n{speed}", flush=True
+        )
         if args.full:
             print(f"\n2,000 steps each, in turns.\n\n{bench.full([int(s) for s in args.seeds.split(',')])}")
 
