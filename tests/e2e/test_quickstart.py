@@ -24,7 +24,7 @@ def test_its_held_out_loss_is_below_a_bigram_models(place: Place, tmp_path: Path
     cache = tmp_path / "cache"
     options = [
         f"--config.data.cache_dir={cache}",
-        "--config.train.num_steps=150",
+        "--config.train.num_steps=100",
         "--config.telemetry.tensorboard=false",
     ]
     with place.train(tmp_path / "run", *options, config=QUICKSTART) as trainer:
