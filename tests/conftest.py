@@ -13,7 +13,10 @@ import hypothesis
 import jax
 import pytest
 
+from jaxrun import launch
+
 jax.config.update("jax_num_cpu_devices", 8)
+launch.simulate_safely()
 
 # The machine is shared and compiles in between: no deadlines. The same examples every time: a failure repeats.
 hypothesis.settings.register_profile("jaxrun", deadline=None, derandomize=True)

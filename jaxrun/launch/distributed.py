@@ -24,6 +24,7 @@ def start(heartbeat_timeout_s: int = 30) -> None:
     Explicit addresses (the three JAX_* variables) come first; else Slurm and Open MPI are recognised by JAX itself.
     A lost peer ends this process within `heartbeat_timeout_s`: JAX aborts it, and whoever started it starts it again.
     """
+    simulate_safely()
     env = os.environ
     given = [name for name in _EXPLICIT if name in env]
     if given and len(given) < len(_EXPLICIT):
@@ -38,6 +39,14 @@ def start(heartbeat_timeout_s: int = 30) -> None:
         jax.distributed.initialize(address, int(count), int(index), heartbeat_timeout_seconds=heartbeat_timeout_s)
     elif int(env.get("SLURM_NTASKS", 1)) > 1 or int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
         jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_timeout_s)
+
+
+def simulate_safely() -> None:
+    """Simulated CPU devices run one program at a time: several in flight, on fewer cores than devices, starve XLA's
+    collectives, which then abort the process. To be called before the devices are first used.
+    """
+    if jax.config.jax_num_cpu_devices > 1:  # type: ignore[attr-defined]
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def cache_compilations(folder: Path) -> None:
