@@ -1,4 +1,4 @@
-"""Every test sees eight CPU devices, and reuses what earlier tests and runs have compiled."""
+"""Every test sees eight CPU devices; commands that tests start reuse what earlier ones have compiled."""
 
 import os
 from pathlib import Path
@@ -16,6 +16,8 @@ import pytest
 from jaxrun import launch
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Programs for several CPU devices deadlock when they come from the cache: see `launch.cache_compilations`.
+jax.config.update("jax_enable_compilation_cache", False)
 launch.simulate_safely()
 
 # The machine is shared and compiles in between: no deadlines. The same examples every time: a failure repeats.
@@ -28,3 +30,18 @@ def pytest_configure(config: pytest.Config) -> None:
     # writing, is unreadable. JAX then warns, and compiles.
     for verb in ("reading", "writing"):
         config.addinivalue_line("filterwarnings", f"default:Error {verb} persistent compilation cache entry")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # XLA:CPU can deadlock in the collectives of a sharded step, and then aborts the process, where simulated devices
+    # outnumber the cores by much (BUILD.md, decision log). These run where there is a core for each.
+    if (os.cpu_count() or 1) >= 8:
+        return
+    skip = pytest.mark.skip(
+        reason="a sharded step on 8 simulated devices needs 8 cores: XLA:CPU may deadlock with fewer"
+    )
+    for item in items:
+        if item.path.name == "test_step.py" and any(
+            word in item.name for word in ("fsdp", "any_mesh", "moments_are_split")
+        ):
+            item.add_marker(skip)

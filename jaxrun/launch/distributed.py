@@ -42,15 +42,26 @@ def start(heartbeat_timeout_s: int = 30) -> None:
 
 
 def simulate_safely() -> None:
-    """Simulated CPU devices run one program at a time: several in flight, on fewer cores than devices, starve XLA's
-    collectives, which then abort the process. To be called before the devices are first used.
+    """Gives XLA enough threads for simulated CPU devices; to be called before the devices are first used.
+
+    A collective blocks a thread until all devices have come to it, and XLA:CPU runs those that do not depend on each
+    other in any order: with as many threads as cores, devices that wait at different ones wait for ever, and XLA aborts
+    after 40 s. NPROC is where its client looks for the size of its pools (xla/pjrt/utils.cc).
     """
-    if jax.config.jax_num_cpu_devices > 1:  # type: ignore[attr-defined]
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
+    devices = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    if devices > 1:
+        os.environ.setdefault("NPROC", str(4 * devices))
 
 
 def cache_compilations(folder: Path) -> None:
-    """Keeps compiled programs in `folder` from one process to the next, unless JAX has been given a place for them."""
+    """Keeps compiled programs in `folder` from one process to the next, unless JAX has been given a place for them.
+
+    To be called before anything is compiled. Never for several CPU devices: a program that XLA:CPU reads back has lost
+    the order of its collectives, so that two devices wait at different ones for ever, and XLA aborts after 40 s.
+    """
+    if jax.default_backend() == "cpu" and jax.device_count() > 1:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

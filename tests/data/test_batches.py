@@ -46,9 +46,7 @@ def test_each_epoch_and_each_seed_has_its_own_order(n: int, seed: int, epoch: in
 
 
 @quick
-@given(
-    n=sizes, seed=seeds, batch_size=st.integers(1, 64), first=st.integers(0, 10**9), count=st.integers(1, 5)
-)
+@given(n=sizes, seed=seeds, batch_size=st.integers(1, 64), first=st.integers(0, 10**9), count=st.integers(1, 5))
 def test_batches_are_the_order_cut_in_pieces_also_across_epochs(
     n: int, seed: int, batch_size: int, first: int, count: int
 ) -> None:
@@ -127,10 +125,7 @@ def test_a_batch_is_the_same_for_any_process_count(
 ) -> None:
     dataset, size = _dataset(num_tokens, seq_len, seed), 12
     share = size // processes
-    owned = [
-        range(p * share, (p + 1) * share) if contiguous else range(p, size, processes)
-        for p in range(processes)
-    ]
+    owned = [range(p * share, (p + 1) * share) if contiguous else range(p, size, processes) for p in range(processes)]
     whole = dataset.rows(batch, range(size), size)
     for rows in owned:
         for part, all_ in zip(dataset.rows(batch, rows, size), whole, strict=True):
@@ -151,13 +146,9 @@ def test_an_epoch_trains_every_target_once(num_tokens: int, seq_len: int, size: 
 
 @quick
 @given(num_tokens=st.integers(2, 300), seq_len=st.integers(1, 9), size=st.integers(1, 40))
-def test_an_evaluation_counts_every_held_out_token_once_in_order(
-    num_tokens: int, seq_len: int, size: int
-) -> None:
+def test_an_evaluation_counts_every_held_out_token_once_in_order(num_tokens: int, seq_len: int, size: int) -> None:
     dataset = _dataset(num_tokens, seq_len)
-    batches = [
-        dataset.eval_rows(j, range(size), size) for j in range(1 + -(-dataset.num_eval_sequences // size))
-    ]
+    batches = [dataset.eval_rows(j, range(size), size) for j in range(1 + -(-dataset.num_eval_sequences // size))]
     counted = np.concatenate([b.targets[b.weights == 1] for b in batches])
     assert counted.tolist() == list(range(1, num_tokens))
     assert sum(float(b.weights.sum()) for b in batches) == num_tokens - 1

@@ -125,9 +125,7 @@ def test_the_fingerprint_tells_what_changes_a_batch(open_data: Opener, tmp_path:
     assert len({d.fingerprint for d in variants}) == len(variants)
 
 
-def test_the_fingerprint_does_not_tell_where_and_when(
-    open_data: Opener, tmp_path: Path, token_file: Path
-) -> None:
+def test_the_fingerprint_does_not_tell_where_and_when(open_data: Opener, tmp_path: Path, token_file: Path) -> None:
     for path in (write(tmp_path / "d.jsonl", jsonl(DOCUMENTS)), token_file):
         before = open_data(path, vocab_size=1000)
         moved = path.rename(tmp_path / f"moved{path.suffix}")
@@ -246,9 +244,7 @@ def test_streams_slice_like_arrays(open_data: Opener, token_file: Path) -> None:
     assert len(stream) == 100
 
 
-def test_an_id_that_a_sampled_check_missed_is_refused_when_it_is_read(
-    open_data: Opener, token_file: Path
-) -> None:
+def test_an_id_that_a_sampled_check_missed_is_refused_when_it_is_read(open_data: Opener, token_file: Path) -> None:
     dataset = replace(open_data(token_file, vocab_size=1000), vocab_size=400)
     with pytest.raises(ConfigError, match=r"tokens.bin: token \d+ has id \d+, above config.model.vocab_size"):
         dataset.rows(0, range(100), 100)
@@ -304,9 +300,7 @@ def test_the_standard_library_is_snapshotted_once_by_racing_processes(tmp_path: 
         "input(); print(snapshot(Path(sys.argv[1])).stat().st_ino)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
-    racers = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
+    racers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for racer in racers:
         assert racer.stdin is not None
         racer.stdin.write("\n")
@@ -328,9 +322,7 @@ def test_the_standard_library_is_real_code_and_prose(open_data: Opener, stdlib_c
     dataset = open_data("stdlib", cache_dir=stdlib_cache, seq_len=256)
     assert len(dataset.train_tokens()) > 5e6
     assert 0.01 < len(dataset.eval_tokens()) / len(dataset.train_tokens()) < 0.15
-    text = bytes(np.asarray(dataset.train_tokens(), np.uint8)) + bytes(
-        np.asarray(dataset.eval_tokens(), np.uint8)
-    )
+    text = bytes(np.asarray(dataset.train_tokens(), np.uint8)) + bytes(np.asarray(dataset.eval_tokens(), np.uint8))
     assert b"class ArgumentParser" in text
     assert b'\0The "assert" statement\n' in text
     assert b"site-packages/numpy" not in text

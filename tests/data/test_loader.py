@@ -87,9 +87,7 @@ class _Breaks(Dataset):
 
 
 @pytest.mark.parametrize(("num_workers", "start"), [(0, 0), (2, 0), (2, 2)])
-def test_an_exception_comes_out_where_the_batch_would_have(
-    dataset: Dataset, num_workers: int, start: int
-) -> None:
+def test_an_exception_comes_out_where_the_batch_would_have(dataset: Dataset, num_workers: int, start: int) -> None:
     breaks = _Breaks(**{f: getattr(dataset, f) for f in Dataset.__dataclass_fields__})
     batches = loader(breaks, num_workers=num_workers, start=start)
     good = 2 - start

@@ -14,9 +14,7 @@ from .corpus import DOCUMENTS, POEM, jsonl, write
 
 
 def tokens(dataset: Dataset) -> bytes:
-    return bytes(np.asarray(dataset.train_tokens(), np.uint8)) + bytes(
-        np.asarray(dataset.eval_tokens(), np.uint8)
-    )
+    return bytes(np.asarray(dataset.train_tokens(), np.uint8)) + bytes(np.asarray(dataset.eval_tokens(), np.uint8))
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
@@ -62,9 +60,7 @@ def test_the_same_text_is_the_same_data_however_it_is_stored(open_data: Opener, 
     assert len({open_data(source).fingerprint for source in sources}) == 1
 
 
-def test_a_folder_is_read_in_the_order_of_names_without_what_is_hidden(
-    open_data: Opener, tmp_path: Path
-) -> None:
+def test_a_folder_is_read_in_the_order_of_names_without_what_is_hidden(open_data: Opener, tmp_path: Path) -> None:
     for name in ("b.txt", "a/z.txt", "c.txt", ".git/config", "a/.draft.txt"):
         write(tmp_path / "corpus" / name, f"<{name}>")
     dataset = open_data(tmp_path / "corpus", eval_fraction=0.0)
@@ -173,9 +169,7 @@ def test_a_broken_json_line_is_named(open_data: Opener, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.parametrize("name", ["cut", "foreign", "flipped"])
-def test_a_damaged_archive_is_named_not_read_in_part(
-    open_data: Opener, tmp_path: Path, suffix: str, name: str
-) -> None:
+def test_a_damaged_archive_is_named_not_read_in_part(open_data: Opener, tmp_path: Path, suffix: str, name: str) -> None:
     noise = np.random.default_rng(0).integers(32, 127, 400_000).astype(np.uint8).tobytes()
     path = write(tmp_path / f"{name}.txt{suffix}", noise)
     data = bytearray(path.read_bytes())
@@ -214,16 +208,12 @@ def test_a_token_file_that_is_not_what_it_says_is_named(open_data: Opener, tmp_p
     assert "no whole number of uint16 tokens" in refused(open_data, odd)
 
 
-def test_an_id_above_the_vocabulary_is_named_with_the_number_to_set(
-    open_data: Opener, token_file: Path
-) -> None:
+def test_an_id_above_the_vocabulary_is_named_with_the_number_to_set(open_data: Opener, token_file: Path) -> None:
     text = refused(open_data, token_file, vocab_size=999)
     assert f"{token_file}: token 999 has id 999, above config.model.vocab_size 999; set that to 1000" in text
 
 
-def test_fewer_tokens_than_a_sequence_are_refused(
-    open_data: Opener, tmp_path: Path, token_file: Path
-) -> None:
+def test_fewer_tokens_than_a_sequence_are_refused(open_data: Opener, tmp_path: Path, token_file: Path) -> None:
     text = refused(open_data, token_file, vocab_size=1000, seq_len=950)
     assert "has 950 training tokens, a sequence takes 951" in text
     assert open_data(token_file, vocab_size=1000, seq_len=949).num_train_sequences == 1
