@@ -30,18 +30,3 @@ def pytest_configure(config: pytest.Config) -> None:
     # writing, is unreadable. JAX then warns, and compiles.
     for verb in ("reading", "writing"):
         config.addinivalue_line("filterwarnings", f"default:Error {verb} persistent compilation cache entry")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # XLA:CPU can deadlock in the collectives of a sharded step, and then aborts the process, where simulated devices
-    # outnumber the cores by much (BUILD.md, decision log). These run where there is a core for each.
-    if (os.cpu_count() or 1) >= 8:
-        return
-    skip = pytest.mark.skip(
-        reason="a sharded step on 8 simulated devices needs 8 cores: XLA:CPU may deadlock with fewer"
-    )
-    for item in items:
-        if item.path.name == "test_step.py" and any(
-            word in item.name for word in ("fsdp", "any_mesh", "moments_are_split")
-        ):
-            item.add_marker(skip)
