@@ -136,12 +136,15 @@ def _eval(argv: Sequence[str]) -> int:
     parser = _Parser(prog="jaxrun eval", description="The loss of a checkpoint on all held-out text.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
     parser.add_argument("--step", type=int, help="which checkpoint (default: the newest sound one)")
+    parser.add_argument("--batches", type=int, metavar="N", help="only the first N held-out batches (default: all)")
     args = parser.parse_args(argv)
+    if args.batches is not None and args.batches < 1:
+        raise ConfigError(f"jaxrun eval: --batches is {args.batches}; it has to be 1 or more")
 
     from jaxrun import inference, operate
 
     config = operate.load_config(args.run)
-    inference.print_evaluation(config, args.run, step=args.step)
+    inference.print_evaluation(config, args.run, step=args.step, max_batches=args.batches)
     return 0
 
 

@@ -36,8 +36,10 @@ def load(
     return step, state.params, fns, mesh
 
 
-def evaluate(config: Config, workdir: Path, *, step: int | None = None) -> dict[str, Any]:
-    """Loss in nats per token over every held-out token once."""
+def evaluate(
+    config: Config, workdir: Path, *, step: int | None = None, max_batches: int | None = None
+) -> dict[str, Any]:
+    """Loss in nats per token over every held-out token once, or over the first `max_batches` batches."""
     step, params, fns, mesh = load(config, workdir, step)
     t = config.train
     dataset = data.open_dataset(config.data, seq_len=t.seq_len, vocab_size=config.model.vocab_size, seed=t.seed)
@@ -45,12 +47,14 @@ def evaluate(config: Config, workdir: Path, *, step: int | None = None) -> dict[
         raise ConfigError(dataset.eval_problem)
     batch_size = len(jax.devices()) * max(1, t.batch_size // len(jax.devices()))
     with jax.set_mesh(mesh):
-        loss, tokens = held_out_loss(jax.jit(fns.eval_step), params, dataset, batch_size=batch_size, mesh=mesh)
+        loss, tokens = held_out_loss(
+            jax.jit(fns.eval_step), params, dataset, batch_size=batch_size, mesh=mesh, max_batches=max_batches
+        )
     return {"step": step, "eval_loss": loss, "tokens": tokens}
 
 
-def print_evaluation(config: Config, workdir: Path, *, step: int | None) -> None:
-    found = evaluate(config, workdir, step=step)
+def print_evaluation(config: Config, workdir: Path, *, step: int | None, max_batches: int | None) -> None:
+    found = evaluate(config, workdir, step=step, max_batches=max_batches)
     loss = found["eval_loss"]
     print(
         f"step {found['step']}: held-out loss {loss:.4f} nats/token (perplexity {math.exp(loss):.3f}) over {found['tokens']:,} tokens"

@@ -60,7 +60,7 @@ fi
 [ $code -eq 0 ] || exit $code
 
 say "3/4 loss on held-out text"
-"$bin/jaxrun" eval "$workdir"
+"$bin/jaxrun" eval "$workdir" --batches 32
 
 say "4/4 what the model writes after 'def '"
 "$bin/jaxrun" sample "$workdir" --prompt "def " --tokens 200

@@ -163,7 +163,7 @@ def test_the_quickstart_trains_on_a_cpu_then_evaluates_and_samples(lab: Lab) -> 
     assert train == (
         f"JAX_PLATFORMS=cpu train --config {lab.repository}/configs/quickstart.py --workdir my run --config.train.num_steps=7"
     )
-    assert evaluate == "JAX_PLATFORMS=cpu eval my run"
+    assert evaluate == "JAX_PLATFORMS=cpu eval my run --batches 32"
     assert sample.startswith("JAX_PLATFORMS=cpu sample my run --prompt def ")
     assert [line for line in done.stdout.splitlines() if line[1:4] == "/4 "] == [
         "1/4 environment", "2/4 training configs/quickstart.py in my run", "3/4 loss on held-out text", "4/4 what the model writes after 'def '",
