@@ -81,8 +81,7 @@ class ModelConfig:
     # Weight of log(Z)^2 in the training loss (PaLM, arXiv:2204.02311, section 5); not in what is reported.
     z_loss: float = 0.0
     dropout: float = 0.0
-    # gpt2: N(0, 0.02), residual outputs / sqrt(2 L). llama: truncated normal, 1 / sqrt(fan_in), residual
-    # outputs / sqrt(2 L).
+    # gpt2: N(0, 0.02), residual outputs / sqrt(2 L). llama: the same, cut off at 3 sigma.
     init: Literal["gpt2", "llama"] = "llama"
     # One compiled layer run in a loop (true), or all layers written out (false: slower to compile).
     scan_layers: bool = True

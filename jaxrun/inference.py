@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrun import data, models, sharding
+from jaxrun import data, launch, models, sharding
 from jaxrun import step as step_lib
 from jaxrun.checkpoint import Checkpointer
 from jaxrun.config import Config, ConfigError, MeshConfig
+from jaxrun.data.cache import cache_root
 from jaxrun.evaluate import held_out_loss
 
 
@@ -21,6 +22,7 @@ def load(
     config: Config, workdir: Path, step: int | None
 ) -> tuple[int, models.Params, step_lib.Functions, jax.sharding.Mesh]:
     """A checkpoint's parameters, split over this process's devices by fsdp."""
+    launch.cache_compilations(cache_root(config.data.cache_dir) / "xla")
     mesh = sharding.make_mesh(sharding.resolve(MeshConfig(data=1, fsdp=-1), len(jax.devices())))
     fns = step_lib.build(config)
     with jax.set_mesh(mesh):

@@ -13,12 +13,9 @@ import hypothesis
 import jax
 import pytest
 
-from jaxrun import launch
-
 jax.config.update("jax_num_cpu_devices", 8)
 # Programs for several CPU devices deadlock when they come from the cache: see `launch.cache_compilations`.
 jax.config.update("jax_enable_compilation_cache", False)
-launch.simulate_safely()
 
 # The machine is shared and compiles in between: no deadlines. The same examples every time: a failure repeats.
 hypothesis.settings.register_profile("jaxrun", deadline=None, derandomize=True)

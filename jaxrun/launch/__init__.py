@@ -1,7 +1,7 @@
 """Starting and stopping: many processes, the lock on the run directory, requests to stop."""
 
-from jaxrun.launch.distributed import agree, cache_compilations, simulate_safely, start
+from jaxrun.launch.distributed import agree, cache_compilations, start
 from jaxrun.launch.lock import RunLock
 from jaxrun.launch.stop import StopRequest
 
-__all__ = ["RunLock", "StopRequest", "agree", "cache_compilations", "simulate_safely", "start"]
+__all__ = ["RunLock", "StopRequest", "agree", "cache_compilations", "start"]

@@ -24,7 +24,6 @@ def start(heartbeat_timeout_s: int = 30) -> None:
     Explicit addresses (the three JAX_* variables) come first; else Slurm and Open MPI are recognised by JAX itself.
     A lost peer ends this process within `heartbeat_timeout_s`: JAX aborts it, and whoever started it starts it again.
     """
-    simulate_safely()
     env = os.environ
     given = [name for name in _EXPLICIT if name in env]
     if given and len(given) < len(_EXPLICIT):
@@ -39,18 +38,6 @@ def start(heartbeat_timeout_s: int = 30) -> None:
         jax.distributed.initialize(address, int(count), int(index), heartbeat_timeout_seconds=heartbeat_timeout_s)
     elif int(env.get("SLURM_NTASKS", 1)) > 1 or int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
         jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_timeout_s)
-
-
-def simulate_safely() -> None:
-    """Gives XLA enough threads for simulated CPU devices; to be called before the devices are first used.
-
-    A collective blocks a thread until all devices have come to it, and XLA:CPU runs those that do not depend on each
-    other in any order: with as many threads as cores, devices that wait at different ones wait for ever, and XLA aborts
-    after 40 s. NPROC is where its client looks for the size of its pools (xla/pjrt/utils.cc).
-    """
-    devices = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
-    if devices > 1:
-        os.environ.setdefault("NPROC", str(4 * devices))
 
 
 def cache_compilations(folder: Path) -> None:
