@@ -1,6 +1,7 @@
 """Every test sees eight CPU devices; commands that tests start reuse what earlier ones have compiled."""
 
 import os
+import signal
 from pathlib import Path
 
 # In the environment, so that the commands that tests start inherit it; before JAX is imported, which reads it then.
@@ -8,6 +9,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+# A suite that a shell started in the background ignores SIGINT, and so would every program that it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import jax
