@@ -5,7 +5,7 @@ from jaxrun.config import CheckpointConfig, Config, DataConfig, ModelConfig, Opt
 
 def get_config() -> Config:
     return Config(
-        train=TrainConfig(num_steps=300, batch_size=16, seq_len=128, log_every=10, eval_every=100, eval_batches=8),
+        train=TrainConfig(num_steps=250, batch_size=16, seq_len=128, log_every=10, eval_every=100, eval_batches=8),
         model=ModelConfig(num_layers=4, d_model=128, num_heads=4, d_ff=384, vocab_size=256, scan_layers=False),
         optim=OptimConfig(peak_lr=3e-3, warmup_steps=30, weight_decay=0.1, clip_norm=1.0),
         data=DataConfig(source="stdlib"),
