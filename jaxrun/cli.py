@@ -232,6 +232,53 @@ def _rewind(argv: Sequence[str]) -> int:
     return 0
 
 
+def _ledger(argv: Sequence[str]) -> int:
+    parser = _Parser(prog="jaxrun ledger", description="What a run was trained on, what it skipped, and why.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--step", type=int, metavar="N", help="the documents that step N saw")
+    what.add_argument("--document", metavar="FILE[@OFFSET]", help="the steps that saw a document, or any of a file")
+    what.add_argument("--skipped", action="store_true", help="what was discarded, its worst sequences, and why")
+    what.add_argument("--deny", type=Path, metavar="LIST", help="add the worst sequences' documents to a deny list")
+    parser.add_argument("--worst", type=int, default=5, metavar="N", help="sequences of each window (default: 5)")
+    args = parser.parse_args(argv)
+
+    from jaxrun import operate
+    from jaxrun.ledger import Ledger
+
+    ledger = Ledger(operate.load_config(args.run), args.run)
+    if args.deny:
+        lines = iter([ledger.deny(args.deny, args.worst)])
+    elif args.step is not None:
+        lines = ledger.step(args.step)
+    elif args.document:
+        lines = ledger.document(args.document)
+    else:
+        lines = ledger.skipped(args.worst) if args.skipped else ledger.summary()
+    for line in lines:
+        print(line)
+    return 0
+
+
+def _replay(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="jaxrun replay",
+        description="Computes a recorded step again and looks at it closely; exit code 1 if the bits differ.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
+    parser.add_argument("--step", type=int, required=True, metavar="N")
+    parser.add_argument("--attempt", type=int, metavar="A", help="which time (default: the last that ran the step)")
+    parser.add_argument("--sequences", type=int, default=3, metavar="K", help="of the batch, the worst (default: 3)")
+    args = parser.parse_args(argv)
+
+    from jaxrun import operate
+    from jaxrun.replay import replay
+
+    found = replay(operate.load_config(args.run), args.run, args.step, args.attempt)
+    print(found.text(args.sequences))
+    return 0 if found.repeats else 1
+
+
 def _metrics(argv: Sequence[str]) -> int:
     from jaxrun.telemetry.series import metrics_main
 
@@ -251,6 +298,8 @@ VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "metrics": (_metrics, "a run's numbers for notebooks"),
     "checkpoints": (_checkpoints, "a run's checkpoints and what they are worth"),
     "verify": (_verify, "read every byte of the checkpoints"),
+    "ledger": (_ledger, "what was trained on, skipped, and why"),
+    "replay": (_replay, "compute one recorded step again and look at it closely"),
     "rewind": (_rewind, "send a run back to a checkpoint"),
     "backtest": (_backtest, "the guard over an old loss curve"),
 }

@@ -139,6 +139,9 @@ class DataConfig:
     eval_fraction: float = 0.05
     # document: whole documents by a hash of their content. tail: the end of the token stream (nanoGPT's way).
     eval_split: Literal["document", "tail"] = "document"
+    # A file that lists training documents, a line each (FILE, or FILE@OFFSET as `jaxrun ledger` prints them), which are
+    # not trained on: their tokens count in no loss, and every other batch stays what it was. null: none.
+    deny: str | None = None
     # Where snapshots and tokenised text are kept; null: $XDG_CACHE_HOME/jaxrun or ~/.cache/jaxrun.
     cache_dir: str | None = None
     # Worker processes that read ahead; 0: threads in this process.
@@ -211,6 +214,17 @@ class GuardConfig:
     lr_ramp_steps: int | None = None
     # Healthy steps after which a verified checkpoint is good. null: min(100, rewind_steps).
     healthy_steps: int | None = None
+    # --- data or hardware
+    # Before anything is discarded, the steps since the newest sound checkpoint are run again and compared bit for bit
+    # with the record: costs up to checkpoint.every + patience steps at every rewind, and two steps at the start.
+    triage: bool = True
+    # Steps between comparisons of the copies of what several devices hold; 0: never.
+    replica_check_every: int = 100
+    # Steps between computing a step twice, to compare the bits; 0: never. Costs a step each time.
+    spot_check_every: int = 0
+    # A command that is run, with the event as JSON on its standard input, at a rewind, a hardware verdict, a failed
+    # checkpoint, and when the guard gives up. null: none.
+    alert: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -450,6 +464,7 @@ def _values_out_of_range(c: Config) -> Iterator[tuple[str, str]]:
         "train.eval_every", "train.seed", "model.z_loss", "optim.warmup_steps", "optim.weight_decay", "checkpoint.every",
         "checkpoint.keep_every", "data.num_workers", "telemetry.profile_steps", "telemetry.profile_start", "guard.rewind_steps",
         "guard.skip_margin", "guard.max_discarded_batches", "guard.lr_ramp_steps",
+        "guard.replica_check_every", "guard.spot_check_every",
     )  # fmt: skip
     share = (
         "model.dropout",

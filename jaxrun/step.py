@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,15 +68,19 @@ class Metrics(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """A run's three jittable functions and the logical axes of its state.
+    """A run's jittable functions.
 
     init(key) -> TrainState. train_step(state, batch, controls) -> (TrainState, Metrics).
-    eval_step(params, batch) -> LossSums. state_axes: TrainState of logical axes; None: never split.
+    eval_step(params, batch) -> LossSums of scalars. sequence_losses(params, batch) -> LossSums of [B].
+    inspect(state, batch) -> the gradients of the next step (before clipping, parameter by parameter), and root mean
+    square and largest magnitude of the residual stream after every layer, [L] each.
     """
 
     init: Callable[[jax.Array], TrainState]
     train_step: Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
     eval_step: Callable[[models.Params, Batch], models.LossSums]
+    sequence_losses: Callable[[models.Params, Batch], models.LossSums]
+    inspect: Callable[[TrainState, Batch], tuple[models.Params, tuple[jax.Array, jax.Array]]]
     model: models.Model
 
 
@@ -112,10 +117,12 @@ def build(config: Config) -> Functions:
         (grads, loss), _ = jax.lax.scan(microbatch, zeros, (_microbatches(batch, accum_steps), keys))
         return loss, grads
 
+    def dropout_key(step: jax.Array) -> jax.Array | None:
+        return jax.random.fold_in(jax.random.key(config.train.seed), step) if cfg.dropout else None
+
     def train_step(state: TrainState, batch: Batch, controls: Controls) -> tuple[TrainState, Metrics]:
         step = state.step + 1
-        key = jax.random.fold_in(jax.random.key(config.train.seed), step) if cfg.dropout else None
-        loss, grads = gradients(state.params, batch, key)
+        loss, grads = gradients(state.params, batch, dropout_key(step))
         if controls.grad_fault is not None and fault_layer is not None:
             grads = faults.inf_in_layer(grads, fault_layer, controls.grad_fault)
         grad_norm = optax.tree.norm(grads)
@@ -147,11 +154,30 @@ def build(config: Config) -> Functions:
         )
         return TrainState(step=step, params=params, opt_state=opt_state), metrics
 
-    def eval_step(params: models.Params, batch: Batch) -> models.LossSums:
+    def eval_step(params: models.Params, batch: Batch, *, per_sequence: bool = False) -> models.LossSums:
         h_BTD, head_DV = model.apply(params, batch.inputs)
-        return models.cross_entropy(h_BTD, head_DV, batch.targets, batch.weights, cfg.logit_soft_cap)
+        return models.cross_entropy(
+            h_BTD, head_DV, batch.targets, batch.weights, cfg.logit_soft_cap, per_sequence=per_sequence
+        )
 
-    return Functions(init, train_step, eval_step, model)
+    def inspect(state: TrainState, batch: Batch) -> tuple[models.Params, tuple[jax.Array, jax.Array]]:
+        key = dropout_key(state.step + 1)
+        *_, sizes = model.apply(state.params, batch.inputs, key, watch=True)
+        return gradients(state.params, batch, key)[1], sizes
+
+    return Functions(init, train_step, eval_step, functools.partial(eval_step, per_sequence=True), inspect, model)
+
+
+def nonfinite_leaves(params: models.Params) -> list[str]:
+    """The parameters that hold a NaN or an infinity, by their dotted paths."""
+    finite = _finite(params)
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(finite))
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, is_finite in leaves if not is_finite]
+
+
+@jax.jit
+def _finite(params: models.Params) -> Any:
+    return jax.tree.map(lambda x: jnp.isfinite(x).all(), params)
 
 
 def _microbatches(batch: Batch, accum_steps: int) -> Batch:

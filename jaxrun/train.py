@@ -10,6 +10,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import time
@@ -20,15 +21,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrun import checkpoint, data, faults, launch, rundir, sharding
+from jaxrun import checkpoint, data, faults, launch, replicas, rundir, sharding
 from jaxrun import config as config_lib
 from jaxrun import step as step_lib
 from jaxrun.config import Config, ConfigError
 from jaxrun.data.cache import cache_root
 from jaxrun.evaluate import held_out_loss, to_devices
-from jaxrun.guard import GiveUp, Guard, Rebaseline, Record, Rewind, SpikeOver, SpikeSeen, choose_checkpoint
-from jaxrun.history import History, rewind_events
-from jaxrun.journal import StepRecords, is_skipped, plain
+from jaxrun.guard import GiveUp, Rebaseline, Record, Rewind, SpikeOver, SpikeSeen, same_bits
+from jaxrun.history import History
+from jaxrun.journal import StepRecords, is_skipped
+from jaxrun.recovery import Position, Recovery
 from jaxrun.telemetry.efficiency import Efficiency
 from jaxrun.telemetry.flops import flops_6n, param_count, reference_flops
 from jaxrun.telemetry.hlo import executed_flops
@@ -45,6 +47,9 @@ FINISHED, GAVE_UP, STOPPED = 0, 70, 75
 # decided for step t rests on the records of steps up to t - LAG, whatever else is known by then: so the same run
 # decides the same again.
 LAG = 2
+
+# No gradient norm is below it: the step does everything but the update.
+NO_UPDATE = -1.0
 
 SEEN = {SpikeSeen: "spike", SpikeOver: "the spike is over", Rebaseline: "a new level is taken for normal"}
 
@@ -65,6 +70,8 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
     dataset = _open_data(config)
     if config.train.eval_every and dataset.eval_problem:
         raise ConfigError(dataset.eval_problem)
+    if command := config.guard.alert:
+        launch.agree(lambda: launch.alert_words(command))
     # Before a mesh is set: on a CPU it is measured, on one device.
     device_peak = peak(jax.local_devices()[0], config.model.dtype, config.telemetry.peak_flops)
     mesh = sharding.make_mesh(sizes)
@@ -89,13 +96,18 @@ def _open_data(config: Config) -> data.Dataset:
 
 @dataclasses.dataclass
 class InFlight:
-    """A step whose numbers are still on the device, and what it was run with."""
+    """A step whose numbers are still on the device, and what it was run with.
+
+    again: the numbers of the same step, computed once more; hashes: of the copies of what is replicated.
+    """
 
     step: int
     batch_index: int
     lr_scale: float
     grad_limit: float
-    metrics: Any  # step_lib.Metrics of arrays
+    metrics: Any = None  # step_lib.Metrics of arrays
+    again: Any = None
+    hashes: Any = None
 
 
 class Run:
@@ -108,7 +120,6 @@ class Run:
         self.eval_step = jax.jit(self.fns.eval_step)
         self.replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         self.rows = sharding.local_rows(config.train.batch_size, mesh)
-        self.guard_config = dataclasses.replace(config.guard, rewind_steps=config_lib.rewind_steps(config))
         self.faults = faults.parse(config.faults)
         if self.faults:
             self.faults.check(step_lib.abstract_state(self.fns, mesh).params)
@@ -120,7 +131,8 @@ class Run:
         # From here on this process owns the run directory (its process 0 does).
         self.stop = launch.StopRequest()
         is_writer = jax.process_index() == 0
-        self.history = History(workdir, claim["events"], claim["attempt"])
+        alert = launch.Alert(config.guard.alert) if config.guard.alert and is_writer else None
+        self.history = History(workdir, claim["events"], claim["attempt"], alert)
         self.records = StepRecords(workdir) if is_writer else None
         p, attempt = config.telemetry, self.history.attempt
         self.metrics = MetricsWriter(workdir, tensorboard=p.tensorboard, attempt=attempt) if is_writer else None
@@ -140,71 +152,58 @@ class Run:
         self.interval = Interval()
         self.in_flight: collections.deque[InFlight] = collections.deque()
 
-        # Of the state of the run, what the host keeps; `_restore` or `_initialise` sets it.
-        self.step = 0  # scheduled updates dispatched
-        self.batch_index = 0  # the next batch to read
-        self.tokens = 0.0  # loss-bearing tokens of applied updates, on the current history
-        self.guard = self._new_guard()
-        self.unjudged: collections.deque[Record] = collections.deque()  # fetched, not yet seen by the guard
+        self.copies = replicas.build(step_lib.abstract_state(self.fns, mesh), mesh)
+        self.recovery = Recovery(
+            config, workdir, dataset=dataset, mesh=mesh, fns=self.fns, history=self.history,
+            checkpoints=self.checkpoints, batch_at=self._batch_at, copies=self.copies,
+        )  # fmt: skip
+        self.position = Position(self.recovery.new_guard())
+        self.sound_step = 0  # the last step after which all copies were equal
 
     # -- the story ----------------------------------------------------------------------------------------------------
 
     def train(self) -> int:
         t, c = self.config.train, self.config.checkpoint
-        if end := self.history.end():
-            if end["kind"] == "gave_up":
-                log.error("the guard gave up on this run (%s); `jaxrun rewind` is the way on", end["reason"])
-                return GAVE_UP
-            if end["step"] == t.num_steps:
-                log.info("the run is finished already, at step %d", t.num_steps)
-                return FINISHED
+        if (code := self._over()) is not None:
+            return code
         # Slow things that do not need each other: compiling, and bringing the state (Orbax's import included).
         background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
         compiling = background.submit(self._compile)
         self.efficiency = Efficiency(
             self.peak, jax.device_count(),
             model_flops=background.submit(reference_flops, step_lib.build, self.config),
-            executed_flops=background.submit(lambda: executed_flops(compiling.result().as_text(), jax.device_count())),
+            executed_flops=background.submit(lambda: executed_flops(compiling.result()[0].as_text(), jax.device_count())),
             flops_6n=flops_6n(self.config.model, t.seq_len, t.batch_size * t.seq_len),
         )  # fmt: skip
         background.shutdown(wait=False)
-        state = self._restore() or self._initialise()
-        if self.step > t.num_steps:
+        state, self.position = self.recovery.start()
+        if self.position.step > t.num_steps:
             raise ConfigError(
-                f"config.train.num_steps: {t.num_steps}, but {self.workdir} is at step {self.step}; raise it"
+                f"config.train.num_steps: {t.num_steps}, but {self.workdir} is at step {self.position.step}; raise it"
             )
-        train_step = compiling.result()
-        batches = self._batches()
-        self.interval.restart()
+        train_step, compile_s = compiling.result()
+        self._event("compiled", compile_s=compile_s)
+        log.info("compiled the train step in %.1f s", compile_s)
+        state, batches = self._self_test(train_step, state, self._batches())
         while True:
-            decision = self._judge(up_to=self.step if self.step == t.num_steps else self.step + 1 - LAG)
-            if isinstance(decision, GiveUp):
-                return self._give_up(decision)
-            if isinstance(decision, Rewind):
-                # The old buffers go before the restored ones come: never twice the state in device memory.
-                jax.tree.map(lambda x: x.delete(), state)
-                state = self._rewind(decision)
-                batches = self._batches()
-                self.interval.restart()
+            at = self.position
+            decision = self._judge(up_to=at.step if at.step == t.num_steps else at.step + 1 - LAG)
+            if decision is not None:
+                recovered = self.recovery.go_back(state, at, decision)
+                if recovered is None:
+                    return GAVE_UP
+                state, batches = self._went_back(*recovered)
                 continue
-            if self.step == t.num_steps:
+            if at.step == t.num_steps:
                 break
-            if reason := self.stop.at(self.step):
+            if reason := self.stop.at(at.step):
                 return self._stopped(state, reason)
 
-            with self.interval.waiting():
-                batch_index, batch = next(batches)
-            state = self._strike(state)
-            lr_scale, grad_limit, grad_fault = self._controls(batch_index)
-            self.profile.before(self.step + 1, state)
-            state, metrics = train_step(state, batch, self._put(lr_scale, grad_limit, grad_fault))
-            self.step, self.batch_index = self.step + 1, batch_index + 1
-            self.in_flight.append(InFlight(self.step, batch_index, lr_scale, grad_limit, metrics))
-
+            state = self._dispatch(train_step, state, batches)
             self.checkpoints.poll()
-            if t.eval_every and self.step % t.eval_every == 0 and self.step < t.num_steps:
+            if t.eval_every and at.step % t.eval_every == 0 and at.step < t.num_steps:
                 self._evaluate(state)
-            if c.every and self.step % c.every == 0 and self.step < t.num_steps:
+            if c.every and at.step % c.every == 0 and at.step < t.num_steps:
                 self._save(state)
         if t.eval_every:
             self._evaluate(state)
@@ -212,7 +211,37 @@ class Run:
         self._event("finished")
         return FINISHED
 
+    def _dispatch(
+        self, train_step: Any, state: step_lib.TrainState, batches: Iterator[tuple[int, step_lib.Batch]]
+    ) -> step_lib.TrainState:
+        """Sends the next step to the devices, and with it what is to be checked; its numbers are fetched later."""
+        at, g = self.position, self.config.guard
+        with self.interval.waiting():
+            batch_index, batch = next(batches)
+        state = self._strike(state)
+        self.profile.before(at.step + 1, state)
+        flown = InFlight(at.step + 1, batch_index, at.guard.lr_scale(at.step + 1), at.guard.grad_limit)
+        if g.spot_check_every and flown.step % g.spot_check_every == 0:
+            state, flown.again = self._without_update(train_step, state, batch, flown)
+        state, flown.metrics = train_step(state, batch, self._controls(flown, flown.grad_limit))
+        if self.copies and g.replica_check_every and flown.step % g.replica_check_every == 0:
+            flown.hashes = self.copies.hashes(state)
+        at.step, at.batch_index = flown.step, batch_index + 1
+        self.in_flight.append(flown)
+        return state
+
     # -- the start ----------------------------------------------------------------------------------------------------
+
+    def _over(self) -> int | None:
+        """The exit code of a run that has ended already."""
+        end = self.history.end()
+        if end and end["kind"] == "gave_up":
+            log.error("the guard gave up on this run (%s); `jaxrun rewind` is the way on", end["reason"])
+            return GAVE_UP
+        if end and end["step"] == self.config.train.num_steps:
+            log.info("the run is finished already, at step %d", end["step"])
+            return FINISHED
+        return None
 
     def _claim(self, accept_config_change: bool) -> dict[str, Any]:
         """Takes the run directory for this process, and writes down what is about to run in it (on process 0)."""
@@ -229,54 +258,31 @@ class Run:
             mesh=dict(self.mesh.shape), facts=facts, accept=accept_config_change,
         )  # fmt: skip
 
-    def _compile(self) -> Any:
-        """The train step's executable, while the main thread restores the state and opens the data."""
+    def _compile(self) -> tuple[Any, float]:
+        """The train step's executable and the seconds it took, while the main thread restores the state."""
         started = time.perf_counter()
         with_fault = self.faults.grad_layer is not None
         compiled = step_lib.compile_train_step(self.fns, self.config.train, self.mesh, with_fault=with_fault)
-        log.info("compiled the train step in %.1f s", time.perf_counter() - started)
-        return compiled
+        return compiled, time.perf_counter() - started
 
-    def _new_guard(self) -> Guard:
-        return Guard.new(self.guard_config, self.config.train.num_steps)
-
-    def _restore(self, at_most: int | None = None) -> step_lib.TrainState | None:
-        """The newest sound checkpoint that is not suspect, host-side state included; None: there is none.
-
-        Every way back goes through here, a rewind (`at_most` its target) and a start after a kill in the middle of
-        one: both leave the same state behind.
-        """
-        known, steps = self.history.agreed_labels(self.guard), launch.agree(self.checkpoints.steps)
-        if at_most is None:
-            # Committed when the process died, but not journaled any more.
-            self.history.write(*(("checkpoint_saved", s, {"found": True}) for s in steps if s not in known))
-            known = self.history.agreed_labels(self.guard)
-        candidates = [s for s in steps if known.get(s) != "suspect" and (at_most is None or s <= at_most)]
-        found = self.checkpoints.restore_newest(step_lib.abstract_state(self.fns, self.mesh), candidates)
-        self.step, state, host = found or (0, None, {})
-        self.batch_index, self.tokens = host.get("batch_index", 0), host.get("tokens", 0.0)
-        guard, unjudged = self._new_guard(), [Record.from_dict(r) for r in host.get("unjudged", ())]
-        if host:
-            guard = Guard.from_dict(host["guard"], self.guard_config, self.config.train.num_steps)
-        if decision := self.history.last_decision():
-            # The records that the checkpoint's guard had not judged yet are of healthy steps: it was good.
-            after = judged = functools.reduce(lambda g, record: g.observe(record)[0], unjudged, guard)
-            after = judged.rewound(self.step, decision)
-            if after is not judged:
-                guard, unjudged = after, []
-        self.guard, self.unjudged = guard, collections.deque(unjudged)
-        self.in_flight.clear()
-        self.checkpoints.supersede(self.step)
-        if at_most is None:
-            self._event("resume" if self.history.attempt else "start")
-        if self.history.attempt:
-            log.info("going on from step %d; the next batch is %d", self.step, self.batch_index)
-        return state
-
-    def _initialise(self) -> step_lib.TrainState:
-        """The state at step 0, made by every device for its own part."""
-        shardings = step_lib.state_shardings(self.fns, self.mesh)
-        return jax.jit(self.fns.init, out_shardings=shardings)(jax.random.key(self.config.train.seed))
+    def _self_test(
+        self, train_step: Any, state: step_lib.TrainState, batches: Iterator[tuple[int, step_lib.Batch]]
+    ) -> tuple[step_lib.TrainState, Iterator[tuple[int, step_lib.Batch]]]:
+        """Whether a step repeats bit for bit here: only then do a second run's numbers say anything about the machine."""
+        g, at = self.config.guard, self.position
+        if g.enabled and (g.triage or g.spot_check_every) and at.step < self.config.train.num_steps:
+            first = next(batches)
+            batches = itertools.chain([first], batches)
+            flown = InFlight(at.step + 1, first[0], at.guard.lr_scale(at.step + 1), NO_UPDATE)
+            state, once = self._without_update(train_step, state, first[1], flown)
+            state, again = self._without_update(train_step, state, first[1], flown)
+            self.recovery.repeats = not _differ(once, again)
+            self._event("self_test", repeats=self.recovery.repeats)
+            if not self.recovery.repeats:
+                log.warning("a step does not repeat bit for bit here: the guard cannot tell bad hardware from bad data")
+        self.sound_step = at.step
+        self.interval.restart()
+        return state, batches
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
@@ -286,38 +292,37 @@ class Run:
         if self.loader is not None:
             self.loader.close()
         self.loader = data.Loader(
-            self.dataset, batch_size=self.config.train.batch_size, rows=self.rows, start=self.batch_index,
+            self.dataset, batch_size=self.config.train.batch_size, rows=self.rows, start=self.position.batch_index,
             num_workers=d.num_workers, prefetch=d.prefetch,
         )  # fmt: skip
-        kept = ((index, rows) for index, rows in self.loader if not is_skipped(index, windows))
-        batch_size = self.config.train.batch_size
-        return (
-            (index, to_devices(self._poisoned(index, rows), self.rows, batch_size, self.mesh)) for index, rows in kept
-        )
+        return ((index, self._put_rows(index, rows)) for index, rows in self.loader if not is_skipped(index, windows))
 
-    def _poisoned(self, batch_index: int, rows: data.Rows) -> data.Rows:
-        if not self.faults:
-            return rows
-        return data.Rows(*self.faults.rows(batch_index, self.rows, *rows, self.config.model.vocab_size))
+    def _batch_at(self, batch_index: int) -> step_lib.Batch:
+        rows = self.dataset.rows(batch_index, self.rows, self.config.train.batch_size)
+        return self._put_rows(batch_index, rows)
+
+    def _put_rows(self, batch_index: int, rows: data.Rows) -> step_lib.Batch:
+        if self.faults:
+            rows = data.Rows(*self.faults.rows(batch_index, self.rows, *rows, self.config.model.vocab_size))
+        return to_devices(rows, self.rows, self.config.train.batch_size, self.mesh)
 
     def _strike(self, state: step_lib.TrainState) -> step_lib.TrainState:
         """Lets the machine faults that are due before the next step happen; each is journaled first."""
-        for fault in self.faults.due(self.step + 1, self.history.struck()):
-            log.warning("injecting %s before step %d", fault.text, self.step + 1)
-            self._event("fault", step=self.step + 1, fault=fault.text)
+        step = self.position.step + 1
+        for fault in self.faults.due(step, self.history.struck()):
+            log.warning("injecting %s before step %d", fault.text, step)
+            self._event("fault", step=step, fault=fault.text)
             launch.agree(lambda: None)  # on the disk before any process is struck
             state = self.faults.strike(fault, state, jax.process_index())
         return state
 
-    def _controls(self, batch_index: int) -> tuple[float, float, float | None]:
+    def _controls(self, flown: InFlight, grad_limit: float) -> step_lib.Controls:
         """What the next step is run with: LR scale, gradient limit, and, in a rehearsal only, the gradient fault."""
-        lr_scale = self.guard.lr_scale(self.step + 1)
-        grad_limit = self.guard.grad_limit
-        grad_fault = None
-        if self.faults:
-            lr_scale *= self.faults.lr_factor(self.step + 1, self.history.struck(), self.history.attempt)
-            grad_fault = self.faults.grad_fault(batch_index) if self.faults.grad_layer is not None else None
-        return lr_scale, grad_limit, grad_fault
+        lr_scale, grad_fault = flown.lr_scale, None
+        if self.faults:  # a machine that does not do what it was told: the records keep what it was told
+            lr_scale *= self.faults.lr_factor(flown.step, self.history.struck(), self.history.attempt)
+            grad_fault = self.faults.grad_fault(flown.batch_index) if self.faults.grad_layer is not None else None
+        return self._put(lr_scale, grad_limit, grad_fault)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019 (a run lives as long as its process)
     def _put(self, *values: float | None) -> step_lib.Controls:
@@ -325,14 +330,24 @@ class Run:
         put = (v if v is None else jax.device_put(np.float32(v), self.replicated) for v in values)
         return step_lib.Controls(*put)  # type: ignore[arg-type]
 
+    def _without_update(
+        self, train_step: Any, state: step_lib.TrainState, batch: step_lib.Batch, flown: InFlight
+    ) -> tuple[step_lib.TrainState, Any]:
+        """The step's numbers, and the state as it was: an update over the limit is not applied."""
+        before = flown.step - 1
+        state, metrics = train_step(state, batch, self._controls(flown, NO_UPDATE))
+        return state.replace(step=jax.device_put(np.int32(before), self.replicated)), metrics  # type: ignore[attr-defined]
+
     # -- after a step -------------------------------------------------------------------------------------------------
 
     def _judge(self, *, up_to: int) -> Rewind | GiveUp | None:
         """Shows the guard the records of steps up to `up_to`, and carries out what it decides short of a rewind."""
         self._fetch(up_to=up_to)
-        while self.unjudged and self.unjudged[0].step <= up_to:
-            record = self.unjudged.popleft()
-            self.guard, decisions = self.guard.observe(record)
+        at = self.position
+        while at.unjudged and at.unjudged[0].step <= up_to:
+            record = at.unjudged.popleft()
+            self.recovery.compare(record)
+            at.guard, decisions = at.guard.observe(record)
             for d in decisions:
                 if isinstance(d, Rewind | GiveUp):
                     return d
@@ -342,7 +357,10 @@ class Run:
                 else:
                     over = isinstance(d, SpikeOver)
                     self._event("spike", step=d.step, onset=d.onset_step, severity=d.severity, over=over)
-            self._label(record.step)
+            if (gave_up := self.recovery.judged(record, at)) is not None:
+                return gave_up
+            if self.records:
+                self.recovery.label(record.step, at.guard)
         return None
 
     def _fetch(self, *, up_to: int) -> None:
@@ -353,12 +371,13 @@ class Run:
             m = m._replace(loss=self.faults.reported_loss(flown.batch_index, m.loss))
             skipped = step_lib.SKIP_REASONS[m.skip_reason]
             self.interval.count(m.tokens)
-            self.tokens += 0.0 if skipped else m.tokens
+            self.position.tokens += 0.0 if skipped else m.tokens
             record = Record(
                 step=flown.step, batch_index=flown.batch_index, loss=m.loss, grad_norm=m.grad_norm, update_applied=not skipped,
                 skip_reason=skipped, lr_scale=flown.lr_scale, grad_limit=flown.grad_limit, params_finite=math.isfinite(m.param_norm),
+                sound_until=self._sound_until(flown),
             )  # fmt: skip
-            self.unjudged.append(record)
+            self.position.unjudged.append(record)
             if self.records:
                 self.records.append(
                     step=flown.step, batch_index=flown.batch_index, attempt=self.history.attempt, skip_reason=m.skip_reason,
@@ -369,6 +388,21 @@ class Run:
             t = self.config.train
             if skipped or flown.step in (1, t.num_steps) or flown.step % t.log_every == 0:
                 self._log(flown, m)
+
+    def _sound_until(self, flown: InFlight) -> int | None:
+        """None, unless a check of the machine failed at this step: then the last step that is known to be sound."""
+        if flown.again is not None and (numbers := _differ(flown.metrics, flown.again)):
+            self._event("repetition_differs", step=flown.step, **numbers)
+            return flown.step - 1
+        if flown.hashes is None or self.copies is None:
+            return None
+        found = self.copies.differing(np.asarray(jax.device_get(flown.hashes)))
+        for mismatch in found:
+            self._event("replica_mismatch", step=flown.step, **dataclasses.asdict(mismatch))
+        if found:
+            return self.sound_step
+        self.sound_step = flown.step
+        return None
 
     def _log(self, flown: InFlight, m: Any) -> None:
         if not (self.metrics and self.progress):
@@ -386,7 +420,7 @@ class Run:
             "lr": m.lr,
             "lr_scale": flown.lr_scale,
             "update_applied": m.skip_reason == 0,
-            "tokens": int(self.tokens),
+            "tokens": int(self.position.tokens),
             **speed,
             **self.efficiency.at(speed["step_time_s"]),
         }
@@ -405,38 +439,18 @@ class Run:
                 mesh=self.mesh,
                 max_batches=t.eval_batches,
             )
-        self._fetch(up_to=self.step)
+        self._fetch(up_to=self.position.step)
         if self.metrics and self.progress:
-            line = {"step": self.step, "attempt": self.history.attempt, "time": time.time(), "eval_loss": loss}
+            line = {"step": self.position.step, "attempt": self.history.attempt, "time": time.time(), "eval_loss": loss}
             self.metrics.write(line)
             self.progress.show(line)
 
-    # -- checkpoints and their labels ---------------------------------------------------------------------------------
+    # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def _save(self, state: step_lib.TrainState, *, wait: bool = False) -> None:
         with self.interval.paused():
-            self._fetch(up_to=self.step)
-            host = {
-                "batch_index": self.batch_index,
-                "tokens": self.tokens,
-                "guard": self.guard.to_dict(),
-                "unjudged": [plain(dataclasses.asdict(record)) for record in self.unjudged],
-            }
-            self.checkpoints.save(self.step, state, host, wait=wait)
-
-    def _label(self, judged: int) -> None:
-        """Says which checkpoints have become good, and keeps those that a rewind may need (on process 0)."""
-        reach = self.guard.reach
-        if not self.records or judged % min(10, reach.healthy_steps):
-            return
-        told, known = self.history.labels(None), self.history.labels(self.guard)
-        good = [step for step, label in known.items() if label == "good"]
-        for step in good:
-            if told[step] != "good":
-                self._event("checkpoint_good", step=step)
-        if good:
-            old = [s for s in good if s <= judged - reach.rewind_steps - reach.max_patience]
-            self.checkpoints.protect({max(good), max(old, default=min(good))})
+            self._fetch(up_to=self.position.step)
+            self.checkpoints.save(self.position.step, state, self.position.to_dict(), wait=wait)
 
     def _on_checkpoint_event(self, kind: str, fields: dict[str, Any]) -> None:
         bad = kind in ("checkpoint_failed", "checkpoint_rejected")
@@ -445,48 +459,26 @@ class Run:
 
     # -- trouble, and the end -----------------------------------------------------------------------------------------
 
-    def _rewind(self, decision: Rewind) -> step_lib.TrainState:
-        """Goes back to a good checkpoint before the onset; what is discarded is on the disk before anything moves."""
-        known = self.history.agreed_labels(self.guard)
-        stored = launch.agree(self.checkpoints.steps)
-        good = [s for s in stored if known.get(s) == "good"]
-        target = choose_checkpoint(good, decision.onset_step, self.guard.reach.rewind_steps, decision.escalation)
-        if decision.skip:
-            decision = decision.extended(end_batch=self.batch_index)
-            if self.config.guard.discard == "since_checkpoint":
-                decision = decision.extended(first_batch=self._batch_index_at(target))
-        log.error(
-            "%s since step %d: going back from step %d to %d, discarding batches %s, learning rate x %g",
-            decision.cause, decision.onset_step, self.step, target, decision.skip, decision.lr_scale,
-        )  # fmt: skip
-        self.history.attempt += 1
-        self.history.write(*rewind_events(decision, from_step=self.step, to_step=target, onset=decision.onset_step))
+    def _went_back(
+        self, state: step_lib.TrainState, position: Position
+    ) -> tuple[step_lib.TrainState, Iterator[tuple[int, step_lib.Batch]]]:
+        """Goes on from where a recovery has left the run."""
+        self.position, self.sound_step = position, position.step
+        self.in_flight.clear()
         if self.metrics:
             self.metrics.rewound(self.history.attempt)
-        return self._restore(at_most=target) or self._initialise()
-
-    def _batch_index_at(self, step: int) -> int:
-        """The batch that follows a stored checkpoint."""
-        folder = self.workdir / "checkpoints" / str(step)
-        return launch.agree(lambda: checkpoint.read(folder).host_state["batch_index"] if step else 0)
-
-    def _give_up(self, decision: GiveUp) -> int:
-        """Ends a run that the guard cannot help; what it saw and did is in the journal."""
-        self._event("gave_up", step=decision.step, onset=decision.onset_step, reason=decision.reason)
-        log.error("the guard gives up at step %d: %s", decision.step, decision.reason)
-        for event in self.history.rewinds():
-            log.error("  it went back from step %d to %d (%s)", event["from_step"], event["to_step"], event["cause"])
-        log.error("look at the loss and the data there; `jaxrun rewind` takes a person's decision and the run goes on")
-        return GAVE_UP
+        batches = self._batches()
+        self.interval.restart()
+        return state, batches
 
     def _stopped(self, state: step_lib.TrainState, reason: str) -> int:
-        log.warning("%s: saving step %d and stopping; the same command goes on from there", reason, self.step)
+        log.warning("%s: saving step %d and stopping; the same command goes on from there", reason, self.position.step)
         self._save(state, wait=True)
         self._event("preempted", reason=reason)
         return STOPPED
 
     def _event(self, kind: str, *, step: int | None = None, **fields: Any) -> None:
-        self.history.write((kind, self.step if step is None else step, fields))
+        self.history.write((kind, self.position.step if step is None else step, fields))
 
     def close(self) -> None:
         self.stop.restore()
@@ -498,3 +490,9 @@ class Run:
                 edge.close()
         if self.lock:
             self.lock.release()
+
+
+def _differ(once: Any, again: Any) -> dict[str, tuple[float, float]]:
+    """Loss and gradient norm of two runs of the same step where they are not the same bits: name -> both."""
+    pairs = {name: (getattr(once, name).item(), getattr(again, name).item()) for name in ("loss", "grad_norm")}
+    return {name: pair for name, pair in pairs.items() if not same_bits(*pair)}

@@ -33,11 +33,12 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     missed with a chance of about 2^-32. (w times an odd multiplier of i would miss every swap of x and -x.)
     """
     # Leaf by leaf: most have the shape of another (a weight and its moments), and share what is compiled.
-    return {name: _fingerprint(x) for name, x in arrays.items()}
+    return {name: fingerprint(x) for name, x in arrays.items()}
 
 
 @jax.jit
-def _fingerprint(x: jax.Array) -> jax.Array:
+def fingerprint(x: jax.Array) -> jax.Array:
+    """Of one array; see `fingerprints`."""
     words = _words(x)
     index = jnp.zeros(words.shape, jnp.uint32)
     stride = 1

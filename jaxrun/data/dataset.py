@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from jaxrun.config import ConfigError, DataConfig
-from jaxrun.data import batches, sources, stdlib_text, tokenizer
+from jaxrun.data import batches, deny, sources, stdlib_text, tokenizer
 from jaxrun.data.cache import cache_root
 from jaxrun.data.prepare import DOCUMENT, FORMAT, META, prepare
 from jaxrun.data.tokenizer import Tokenizer
@@ -69,6 +70,8 @@ class Dataset:
     # The text files, and the table of training documents; neither exists for token files.
     files: tuple[str, ...] = ()
     documents: str | None = None
+    # Stretches of the training tokens that count in no loss: half-open, disjoint, ascending.
+    denied: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_train_sequences(self) -> int:
@@ -90,19 +93,26 @@ class Dataset:
 
     def describe(self) -> str:
         kind = self.tokenizer.spec["kind"] if self.tokenizer else "token ids"
+        denied = sum(end - start for start, end in self.denied)
         return (
             f"{self.source}: {len(self.train):,} training and {len(self.held_out):,} held-out tokens "
             f"({kind}; {self.split}), {self.num_train_sequences:,} sequences of {self.seq_len} an epoch, "
-            f"fingerprint {self.fingerprint[:12]}"
+            + (f"{denied:,} tokens denied, " if denied else "")
+            + f"fingerprint {self.fingerprint[:12]}"
         )
 
     def rows(self, batch_index: int, rows: Sequence[int], batch_size: int) -> Rows:
         """Rows [R, T] of a training batch, in the order asked for."""
-        count = self.num_train_sequences
-        numbers = [
-            batches.sequence_index(batches.sample_index(batch_index, r, batch_size), count, self.seed) for r in rows
-        ]
-        return self._cut(self.train, numbers)
+        numbers = [self.sequence(batch_index, r, batch_size) for r in rows]
+        cut = self._cut(self.train, numbers)
+        for r, number in enumerate(numbers if self.denied else ()):
+            self._deny(cut.weights[r], number * self.seq_len + 1)
+        return cut
+
+    def sequence(self, batch_index: int, row: int, batch_size: int) -> int:
+        """The number of the sequence in a row of a training batch."""
+        k = batches.sample_index(batch_index, row, batch_size)
+        return batches.sequence_index(k, self.num_train_sequences, self.seed)
 
     def eval_rows(self, j: int, rows: Sequence[int], batch_size: int) -> Rows:
         """Rows [R, T] of held-out batch j: sequences j * batch_size + r, in order. The padding of the last
@@ -119,8 +129,7 @@ class Dataset:
         """What a row of a training batch is made of, in its order. Separators belong to the document before
         them.
         """
-        k = batches.sample_index(batch_index, row, batch_size)
-        start = batches.sequence_index(k, self.num_train_sequences, self.seed) * self.seq_len
+        start = self.sequence(batch_index, row, batch_size) * self.seq_len
         count = self.seq_len + 1
         if self.documents is None:
             segments = self.train.segments
@@ -138,6 +147,66 @@ class Dataset:
             spans.append(Span(int(table[d]["document"]), file, int(table[d]["offset"]), first - begin, last - first))
             d += 1
         return spans
+
+    def tokens_of(self, name: str) -> list[tuple[int, int]]:
+        """Where the training tokens of a document (FILE@OFFSET) or of a whole FILE lie: half-open stretches.
+
+        FILE may be the end of its path, if no other ends so. Empty: no such training document.
+        """
+        file, offset = deny.parse(name)
+        if self.documents is None:
+            if offset is not None:
+                return []
+            starts, stretches = 0, []
+            for segment in self.train.segments:
+                first, end = starts - self.train.first, starts + segment.num_tokens - self.train.first
+                starts += segment.num_tokens
+                if _is_called(segment.path, file) and max(first, 0) < min(end, len(self.train)):
+                    stretches.append((max(first, 0), min(end, len(self.train))))
+            return stretches
+        numbers = [n for n, path in enumerate(self.files) if _is_called(path, file)]
+        table = np.memmap(self.documents, DOCUMENT, "r")
+        ends = np.append(table["start"][1:], len(self.train))
+        hits = np.isin(table["file"], numbers) & ((offset is None) | (table["offset"] == offset))
+        return [(int(table["start"][d]), int(ends[d])) for d in np.flatnonzero(hits) if table["start"][d] < ends[d]]
+
+    def sequences_of(self, name: str) -> set[int]:
+        """The numbers of the sequences that hold some of a document."""
+        found: set[int] = set()
+        for start, end in self.tokens_of(name):
+            found |= set(range(max(0, (start - 1) // self.seq_len), (end - 1) // self.seq_len + 1))
+        return {n for n in found if n < self.num_train_sequences}
+
+    def without(self, names: Sequence[str]) -> Dataset:
+        """The same batches, in which the tokens of these documents count in no loss.
+
+        Raises:
+          ConfigError: a name is none of a training document.
+        """
+        stretches: list[tuple[int, int]] = []
+        for name in names:
+            found = self.tokens_of(name)
+            if not found:
+                raise ConfigError(
+                    f"config.data.deny: {name} is no training document of {self.source}; write FILE, or FILE@OFFSET "
+                    "as `jaxrun ledger RUN --step N` prints them, and drop what is held out"
+                )
+            stretches += found
+        merged: list[tuple[int, int]] = []
+        for start, end in sorted(stretches):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            else:
+                merged.append((start, end))
+        identity = json.dumps([self.fingerprint, merged]).encode()
+        return dataclasses.replace(self, denied=tuple(merged), fingerprint=xxhash.xxh3_128_hexdigest(identity))
+
+    def _deny(self, weights_T: NDArray[np.float32], first: int) -> None:
+        """Sets to 0 the weights of targets at `first`, first + 1, … of the training tokens that are denied."""
+        n = bisect.bisect_right(self.denied, first, key=lambda stretch: stretch[1])
+        while n < len(self.denied) and self.denied[n][0] < first + len(weights_T):
+            weights_T[max(0, self.denied[n][0] - first) : self.denied[n][1] - first] = 0
+            n += 1
 
     def train_tokens(self) -> TokenStream:
         """All training tokens, as an array-like [N] that reads what is sliced."""
@@ -179,6 +248,8 @@ def open_dataset(cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: int) -
         training tokens than one sequence. That nothing is held out is for who evaluates: `eval_problem`.
     """
     dataset = _open(cfg, seq_len, vocab_size, seed)
+    if cfg.deny:
+        dataset = dataset.without(deny.read(Path(cfg.deny)))
     if dataset.num_train_sequences == 0:
         raise ConfigError(
             f"config.data.source: {cfg.source} has {len(dataset.train)} training tokens, a sequence "
@@ -260,6 +331,10 @@ def _open_token_files(cfg: DataConfig, files: Sequence[Path], common: dict[str, 
         train=streams[0],
         held_out=streams[1],
     )
+
+
+def _is_called(path: str, name: str) -> bool:
+    return path == name or path.endswith("/" + name)
 
 
 def _stream(folder: Path, name: str, meta: dict[str, Any]) -> TokenStream:

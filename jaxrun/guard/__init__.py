@@ -28,12 +28,14 @@ from jaxrun.guard.policy import (
     SpikeSeen,
     choose_checkpoint,
     labels,
+    newest_sound,
 )
 from jaxrun.guard.reach import Reach
+from jaxrun.guard.triage import Triage, same_bits
 
 __all__ = [
     "Decision", "GiveUp", "Guard", "Memory", "Reach", "Rebaseline", "Record", "Rewind", "SpikeOver",
-    "SpikeSeen", "Verdict", "choose_checkpoint", "labels",
+    "SpikeSeen", "Triage", "Verdict", "choose_checkpoint", "labels", "newest_sound", "same_bits",
 ]  # fmt: skip
 
 
@@ -77,6 +79,11 @@ class Guard:
         """The raw gradient norm above which the coming steps are to skip their update; inf: no limit."""
         return detector.grad_limit(self.state, self.cfg)
 
+    @property
+    def loss_width(self) -> float:
+        """Half the width of the loss's band, in nats; inf during the warm-up."""
+        return detector.loss_width(self.state, self.cfg)
+
     def lr_scale(self, step: int) -> float:
         """The factor on the scheduled learning rate at `step`."""
         return policy.lr_scale(self.memory, step, self.reach)
@@ -110,7 +117,7 @@ class Guard:
         return replace(self, state=detector.truncated(self.state, to_step), memory=decision.memory, verdict=None)
 
     def rewind_for_hardware(self, step: int, onset_step: int) -> tuple[Guard, Rewind | GiveUp]:
-        """A rewind that something outside asks for (unequal replicas, say); nothing is discarded."""
+        """What a triage that blames the machine comes to: a rewind that discards and eases nothing."""
         memory, decision = policy.rewind(
             self.memory, self.cfg, self.reach, step=step, onset_step=onset_step, onset_batch=0, skip=None,
             cause="hardware",

@@ -49,6 +49,7 @@ class Record:
       skip_reason: loss_nonfinite | grad_nonfinite | grad_limit, or None where the update was applied.
       grad_limit: the limit that the step was run with.
       params_finite: False where a check found non-finite parameters.
+      sound_until: where a check of the machine failed at this step, the last step known to be sound.
     """
 
     step: int
@@ -60,6 +61,7 @@ class Record:
     lr_scale: float = 1.0
     grad_limit: float = math.inf
     params_finite: bool = True
+    sound_until: int | None = None
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, Any]) -> Record:
@@ -286,6 +288,11 @@ def grad_limit(state: State, cfg: GuardConfig) -> float:
         return math.inf
     _, expected, width = _band(state.log_norm.line, state.last_step, cfg, relative=False)
     return math.exp(min(expected + _FAR * width, 700.0))  # e^709 is the largest float
+
+
+def loss_width(state: State, cfg: GuardConfig) -> float:
+    """How far above or below its expected value a loss is still in the band, in nats; inf during the warm-up."""
+    return _band(state.loss.line, state.last_step or 0, cfg, relative=True)[2]
 
 
 def severity(excursion: Excursion) -> float:

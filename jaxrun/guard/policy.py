@@ -2,7 +2,9 @@
 
     seen                                                   decision
     -----------------------------------------------------  --------------------------------------
-    after giving up, or the excursion is decided already   nothing (a new level: Rebaseline)
+    after giving up                                        nothing
+    replicas, or a step and its repetition, differ         Rewind, discarding and easing nothing
+    the excursion is decided already                       nothing (a new level: Rebaseline)
     non-finite parameters                                  Rewind
     `nonfinite_steps` non-finite losses in a row           Rewind
     `max_skips` non-finite steps within `skip_window`      Rewind
@@ -102,9 +104,12 @@ class SpikeOver:
 
 @dataclass(frozen=True)
 class GiveUp:
+    """A rewind would be due for `cause`, but `reason`."""
+
     step: int
     onset_step: int
     reason: str
+    cause: Cause
 
 
 @dataclass(frozen=True)
@@ -137,10 +142,6 @@ class Rewind:
         end = end if end_batch is None else max(end, end_batch)
         return self._with(skip=(first, end))
 
-    def without_blame(self) -> Rewind:
-        """The rewind for a hardware fault: nothing discarded, nothing eased, nothing to escalate from."""
-        return self._with(skip=None, lr_scale=1.0, escalation=0, cause="hardware")
-
     def _with(self, **changes: Any) -> Rewind:
         *before, last = self.memory.rewinds
         memory = replace(self.memory, rewinds=(*before, replace(last, **changes)))
@@ -166,6 +167,12 @@ def decide(
     step, onset = record.step, verdict.onset_step
     if memory.gave_up:
         return memory, ()
+    if record.sound_until is not None:
+        memory, decision = rewind(
+            memory, cfg, reach, step=step, onset_step=record.sound_until + 1, onset_batch=record.batch_index,
+            skip=None, cause="hardware",
+        )  # fmt: skip
+        return memory, (decision,)
     seen: tuple[Decision, ...] = ()
     if verdict.first:
         seen = (SpikeSeen(step, onset, verdict.onset_batch, verdict.severity),)
@@ -206,7 +213,7 @@ def rewind(
     recent = [past for past in counted if past.from_step > step - reach.rewind_window]
     if len(recent) >= cfg.max_rewinds:
         reason = f"{len(recent)} rewinds within {reach.rewind_window} steps (guard.max_rewinds)"
-        return replace(memory, gave_up=True), GiveUp(step, onset_step, reason)
+        return replace(memory, gave_up=True), GiveUp(step, onset_step, reason, cause)
     # The same trouble if it is back before training has got well past where the last rewind was decided.
     blamed = [past for past in counted if past.skip is not None]
     again = skip is not None and bool(blamed) and onset_step <= blamed[-1].from_step + reach.rewind_steps
@@ -220,8 +227,9 @@ def rewind(
     if discarded > reach.max_discarded_batches and not operator:
         most = reach.max_discarded_batches
         reason = f"{discarded} batches discarded, of at most {most} (guard.max_discarded_batches)"
-        return replace(memory, gave_up=True), GiveUp(step, onset_step, reason)
-    back = 0 if operator else rewind_distance(reach.rewind_steps, escalation)
+        return replace(memory, gave_up=True), GiveUp(step, onset_step, reason, cause)
+    # A machine's fault is in no data and no trend: what was saved before it is as good as any.
+    back = 1 if cause == "hardware" else 0 if operator else rewind_distance(reach.rewind_steps, escalation)
     before = max(0, onset_step - back)
     return after, Rewind(step, onset_step, onset_batch, before, skip, scale, escalation, cause, after)
 
@@ -230,6 +238,11 @@ def since_operator(memory: Memory) -> tuple[Past, ...]:
     """The rewinds that count towards budgets and escalation: those after the last of an operator's own."""
     own = [i for i, past in enumerate(memory.rewinds) if past.cause == "operator"]
     return memory.rewinds[own[-1] + 1 :] if own else memory.rewinds
+
+
+def newest_sound(known: Mapping[int, str], stored: Iterable[int], onset_step: int) -> int:
+    """The newest stored checkpoint before the onset that isn't suspect, else 0: where a second run starts from."""
+    return max((s for s in stored if s < onset_step and known.get(s) != "suspect"), default=0)
 
 
 def rewind_distance(rewind_steps: int, escalation: int) -> int:
@@ -274,8 +287,9 @@ def labels(
     """What each stored checkpoint is worth, by its step; step 0 needs no label.
 
     A checkpoint is pending until it is verified and `healthy_steps` healthy steps have followed, then good. A
-    spike makes those from its onset to its end suspect, and a rewind those from the onset or after its
-    target: they belong to a branch that was left. Suspect ones stay so until their step is saved anew.
+    spike makes those from its onset to its end suspect, and a rewind (or a triage's second run) those from the
+    onset or after its target: they belong to a branch that was left. Suspect ones stay so until their step is
+    saved anew.
 
     Args:
       events: the journal, oldest first.
@@ -296,10 +310,13 @@ def labels(
             known[s] = "good"
         elif kind == "checkpoint_rejected" and s in known:
             known[s] = "suspect"
-        elif kind in ("spike", "rewind"):
-            first = event["onset"] if kind == "spike" else min(event["onset"], event["to_step"] + 1)
+        elif kind == "spike":
+            known = {k: "suspect" if k >= event["onset"] else label for k, label in known.items()}
+            onset = None if event.get("over") else event["onset"]
+        elif kind == "triage_started" or (kind == "rewind" and not event.get("replayed")):
+            first = min(event["onset"], event["to_step"] + 1)
             known = {k: "suspect" if k >= first else label for k, label in known.items()}
-            onset = None if kind == "rewind" or event.get("over") else event["onset"]
+            onset = None
         elif kind == "rebaselined" or (kind == "resume" and onset is not None and s < onset):
             onset = None
     for s, label in known.items():

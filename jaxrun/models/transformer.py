@@ -142,14 +142,16 @@ class Transformer(nnx.Module):
             None if cfg.tied_embedding else nnx.Param(_init(cfg, rngs.params(), (D, V)), axes=("embed", "vocab"))
         )
 
-    def __call__(self, tokens_BT: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, tokens_BT: jax.Array, key: jax.Array | None = None, *, watch: bool = False) -> tuple[Any, ...]:
         """
         Args:
           tokens_BT: int32 ids below vocab_size.
           key: for dropout; None: no dropout.
+          watch: also return what passes between the layers.
 
         Returns:
-          h_BTD in the compute type, and the output projection [D, V] in float32.
+          h_BTD in the compute type, and the output projection [D, V] in float32; with `watch`, the root mean square
+          and the largest magnitude of the residual stream after every layer, [L] each.
         """
         cfg = self.cfg
         # The table is gathered over fsdp before the look-up: XLA cannot split a gather along the gathered width.
@@ -163,18 +165,24 @@ class Transformer(nnx.Module):
             key, *_ = keys = jax.random.split(key)
             x_BTD, layer_keys = dropout(x_BTD, cfg.dropout, key), jax.random.split(keys[1], cfg.num_layers)
 
-        def layer(x_BTD: jax.Array, xs: tuple[Block, jax.Array | None]) -> tuple[jax.Array, None]:
+        def layer(x_BTD: jax.Array, xs: tuple[Block, jax.Array | None]) -> tuple[jax.Array, Any]:
             block, layer_key = xs
-            return block(x_BTD, layer_key), None
+            x_BTD = block(x_BTD, layer_key)
+            return x_BTD, _size(x_BTD) if watch else None
 
-        x_BTD, _ = jax.lax.scan(
+        x_BTD, sizes = jax.lax.scan(
             _remat(layer, cfg.remat),
             x_BTD,
             (self.layers, layer_keys),
             unroll=1 if cfg.scan_layers else cfg.num_layers,
         )
         head_DV = self.embedding[...].T if self.head is None else self.head[...]
-        return self.norm(x_BTD), head_DV
+        return (self.norm(x_BTD), head_DV, sizes) if watch else (self.norm(x_BTD), head_DV)
+
+
+def _size(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x = x.astype(jnp.float32)
+    return jnp.sqrt(jnp.square(x).mean()), jnp.abs(x).max()
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -204,7 +212,7 @@ class Model(NamedTuple):
     """A transformer as pure functions of a dict of arrays.
 
     init(key) -> params: nested dict of float32 arrays.
-    apply(params, tokens_BT, key=None) -> h_BTD, head_DV: see `Transformer.__call__`.
+    apply(params, tokens_BT, key=None, watch=False) -> h_BTD, head_DV: see `Transformer.__call__`.
     axes: for each parameter its logical axes, in a dict shaped like params.
     """
 
@@ -233,7 +241,7 @@ def build(cfg: ModelConfig, num_positions: int) -> Model:
     def init(key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(make(key)))
 
-    def apply(params: Params, tokens_BT: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        return nnx.merge(graph, params)(tokens_BT, key)
+    def apply(params: Params, tokens_BT: jax.Array, key: jax.Array | None = None, *, watch: bool = False) -> Any:
+        return nnx.merge(graph, params)(tokens_BT, key, watch=watch)
 
     return Model(init, apply, nnx.to_pure_dict(axes))

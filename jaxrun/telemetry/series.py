@@ -1,7 +1,7 @@
 """Reading metrics.jsonl back: the clean series, as columns; and `jaxrun metrics`, which exports it.
 
 A line belongs to the clean series unless a later restore went back below its step. An attempt a starts at restore
-point r_a: the step of its `resume` event, or the `to_step` of the `rewind` event that began it. So a line of
+point r_a: the step of its `resume` event, or the `to_step` of the `rewind` or `triage_started` that began it. So a line of
 attempt a at step s is kept if s <= r_b for every later attempt b, whether or not b has come as far as s again.
 """
 
@@ -88,8 +88,8 @@ def restores(events: Sequence[dict[str, Any]]) -> dict[int, int]:
     """Attempt -> the step that it went back to. The event of a restore has the number of the attempt that begins."""
     points: dict[int, int] = {}
     for event in events:
-        if event["kind"] in ("resume", "rewind"):
-            step = event["to_step" if event["kind"] == "rewind" else "step"]
+        if event["kind"] in ("resume", "rewind", "triage_started"):
+            step = event["step" if event["kind"] == "resume" else "to_step"]
             points[event["attempt"]] = min(step, points.get(event["attempt"], step))
     return points
 

@@ -21,6 +21,7 @@ from jaxrun.guard import (
     Verdict,
     choose_checkpoint,
     labels,
+    newest_sound,
     policy,
 )
 from jaxrun.guard.detector import State
@@ -116,19 +117,34 @@ def test_overlapping_windows_count_once():
 
 
 def test_a_hardware_verdict_discards_and_eases_nothing_and_escalates_nothing():
-    _, decision = policy.rewind(
-        Memory(), CFG, REACH, step=3060, onset_step=3000, onset_batch=2999, skip=(2994, 3060), cause="spike"
-    )
-    blameless = decision.without_blame()
-    assert (blameless.skip, blameless.lr_scale, blameless.cause) == (None, 1.0, "hardware")
-    assert policy.lr_scale(blameless.memory, 3000, REACH) == 1.0
+    guard, decision = Guard.new(CFG, NUM_STEPS).rewind_for_hardware(500, 480)
+    assert (decision.skip, decision.lr_scale, decision.cause) == (None, 1.0, "hardware")
+    assert guard.memory == decision.memory
+    assert guard.lr_scale(480) == 1.0
     _, again = policy.rewind(
-        blameless.memory, CFG, REACH, step=3060, onset_step=3000, onset_batch=2999, skip=(2994, 3060), cause="spike"
+        guard.memory, CFG, REACH, step=560, onset_step=500, onset_batch=499, skip=(494, 560), cause="spike"
     )
     assert again.escalation == 0
-    guard, outside = Guard.new(CFG, NUM_STEPS).rewind_for_hardware(500, 480)
-    assert (outside.skip, outside.lr_scale, outside.at_least_before) == (None, 1.0, 0)
-    assert guard.memory == outside.memory
+
+
+def test_a_machine_s_fault_goes_back_no_further_than_before_it():
+    _, decision = Guard.new(CFG, NUM_STEPS).rewind_for_hardware(500, 480)
+    assert decision.at_least_before == 479
+
+
+def test_a_failed_check_of_the_machine_rewinds_at_once_to_where_it_was_known_to_be_sound():
+    _, decisions = Guard.new(CFG, NUM_STEPS).observe(
+        Record(step=500, batch_index=499, loss=2.0, grad_norm=1.0, sound_until=400)
+    )
+    (decision,) = decisions
+    assert isinstance(decision, Rewind)
+    assert (decision.onset_step, decision.cause, decision.skip) == (401, "hardware", None)
+
+
+def test_the_newest_sound_checkpoint_is_no_suspect_and_before_the_onset():
+    known = {100: "good", 200: "pending", 300: "suspect", 400: "good"}
+    assert newest_sound(known, [100, 200, 300, 400], 350) == 200
+    assert newest_sound(known, [300, 400], 350) == 0
 
 
 def test_an_operator_s_rewind_is_outside_the_budgets_and_starts_them_afresh():

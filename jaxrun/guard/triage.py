@@ -1,0 +1,67 @@
+"""Why there was trouble: the same steps are run again from a sound checkpoint, and compared bit for bit.
+
+    the record repeats      the trouble is back     verdict
+    ----------------------  ----------------------  -----------------------------------------------------------
+    yes                     yes                     data: the batches (or the numerics) do it every time
+    no                      no                      hardware: nothing to blame, the second run is the true one
+    no                      yes                     undetermined: both, or a machine that is still wrong
+    yes                     no                      undetermined: the same numbers cannot be judged differently
+
+The comparison means something only where a step repeats bit for bit; a self-test at the start says so.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jaxrun.guard.detector import Record
+
+Verdict = Literal["data", "hardware", "undetermined"]
+
+
+@dataclass(frozen=True)
+class Triage:
+    """A second run of some steps, as far as it has got.
+
+    Attributes:
+      onset_step: where the trouble began.
+      from_step: the last step that was dispatched when the trouble was decided on.
+      until_step: the step whose record decided it; the second run ends there.
+      to_step: the checkpoint that the second run started from.
+      recorded: step -> (loss, gradient norm) of the first run.
+      differs_at: the first step that came out otherwise; None: none so far.
+      devices: devices whose parameters had been found to differ from their replicas'; None: none told apart.
+    """
+
+    onset_step: int
+    from_step: int
+    until_step: int
+    to_step: int
+    recorded: Mapping[int, tuple[float, float]]
+    differs_at: int | None = None
+    devices: tuple[str, ...] | None = None
+
+    def compare(self, record: Record) -> Triage:
+        """The triage after one more step of the second run."""
+        if self.differs_at is not None or record.step not in self.recorded:
+            return self
+        loss, grad_norm = self.recorded[record.step]
+        if same_bits(record.loss, loss) and same_bits(record.grad_norm, grad_norm):
+            return self
+        return replace(self, differs_at=record.step)
+
+    def verdict(self, *, trouble_is_back: bool) -> Verdict:
+        if (self.differs_at is None) != trouble_is_back:
+            return "undetermined"
+        return "data" if trouble_is_back else "hardware"
+
+
+def same_bits(a: float | None, b: float | None) -> bool:
+    """Whether two float32 numbers are the same; any NaN is as good as another."""
+    if a is None or b is None:
+        return a is b
+    return (math.isnan(a) and math.isnan(b)) or struct.pack("<f", a) == struct.pack("<f", b)

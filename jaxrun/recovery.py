@@ -1,0 +1,329 @@
+"""Going back: restoring a run, asking why it got into trouble, rewinding it, and looking at what was discarded.
+
+The loop calls this between two steps. What is decided here is in the journal before it is done, so a start after
+a kill at any point goes on from the journal and ends the same.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrun import checkpoint, data, giveup, launch, replicas
+from jaxrun import config as config_lib
+from jaxrun import step as step_lib
+from jaxrun.config import Config
+from jaxrun.examine import examine
+from jaxrun.guard import GiveUp, Guard, Record, Rewind, Triage, choose_checkpoint, newest_sound
+from jaxrun.history import Event, History, rewind_events
+from jaxrun.journal import is_skipped, plain, read_steps
+
+log = logging.getLogger("jaxrun")
+
+
+@dataclasses.dataclass
+class Position:
+    """What the host keeps of a run's state; every checkpoint holds it beside the arrays.
+
+    Attributes:
+      step: scheduled updates dispatched.
+      batch_index: the next batch to read.
+      tokens: loss-bearing tokens of applied updates, on the current history.
+      unjudged: records that were fetched and not yet seen by the guard.
+    """
+
+    guard: Guard
+    step: int = 0
+    batch_index: int = 0
+    tokens: float = 0.0
+    unjudged: collections.deque[Record] = dataclasses.field(default_factory=collections.deque)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "batch_index": self.batch_index,
+            "tokens": self.tokens,
+            "guard": self.guard.to_dict(),
+            "unjudged": [plain(dataclasses.asdict(record)) for record in self.unjudged],
+        }
+
+
+class Recovery:
+    """Every way back of one run: all of them end in `_restore`, so all leave the same state behind.
+
+    All processes call it alike.
+
+    Args:
+      batch_at: batch index -> that batch on the devices, discarded or not.
+      copies: what can be compared between devices; None: nothing is held twice.
+    """
+
+    def __init__(
+        self, config: Config, workdir: Path, *, dataset: data.Dataset, mesh: jax.sharding.Mesh, fns: step_lib.Functions,
+        history: History, checkpoints: checkpoint.Checkpointer, batch_at: Callable[[int], step_lib.Batch],
+        copies: replicas.Replicas | None,
+    ):  # fmt: skip
+        self.config, self.workdir, self.dataset, self.mesh, self.fns = config, workdir, dataset, mesh, fns
+        self.history, self.checkpoints, self.batch_at, self.copies = history, checkpoints, batch_at, copies
+        self.guard_config = dataclasses.replace(config.guard, rewind_steps=config_lib.rewind_steps(config))
+        # Whether a step was seen to repeat bit for bit here: the loop finds out before its first one.
+        self.repeats = False
+        self.triage: Triage | None = None
+
+    def start(self) -> tuple[step_lib.TrainState, Position]:
+        """Where to go on: the newest sound checkpoint that is not suspect, or what a killed recovery was about."""
+        # Committed when the process died, but not journaled any more.
+        known, stored = self.history.agreed_labels(None), launch.agree(self.checkpoints.steps)
+        self.history.write(*(("checkpoint_saved", s, {"found": True}) for s in stored if s not in known))
+        unfinished = self.history.open_triage()
+        started = time.perf_counter()
+        state, position = self._restore(at_most=unfinished["to_step"] if unfinished else None)
+        kind = "resume" if self.history.attempt else "start"
+        self.history.write((kind, position.step, {"restore_s": time.perf_counter() - started}))
+        if unfinished:
+            self.triage = self._second_run(unfinished, position)
+        elif decision := self.history.unexamined():
+            self._examine(state, position, decision)
+        return state, position
+
+    # -- going back ---------------------------------------------------------------------------------------------------
+
+    def go_back(
+        self, state: step_lib.TrainState, position: Position, decision: Rewind | GiveUp
+    ) -> tuple[step_lib.TrainState, Position] | None:
+        """What follows a decision of the guard; `state` is gone afterwards. None: the run is given up."""
+        findings: list[Event] = []
+        if decision.cause == "hardware":  # known without a second run, and the end of one that is going on
+            self.triage = None
+            findings.append(("triage", decision.step, {"verdict": "hardware", **self._symptoms(state)}))
+        elif self.triage is not None:
+            findings.append(self._verdict(trouble_is_back=True))
+        elif self.config.guard.triage:
+            if self.repeats:
+                return self._ask_why(state, position, decision)
+            reason = "a step does not repeat bit for bit here, so a second run would say nothing"
+            findings.append(("triage", decision.step, {"verdict": "undetermined", "devices": None, "reason": reason}))
+        if isinstance(decision, GiveUp):
+            self._give_up(decision, findings)
+            return None
+        return self._rewind(state, position, decision, findings)
+
+    def _ask_why(
+        self, state: step_lib.TrainState, position: Position, decision: Rewind | GiveUp
+    ) -> tuple[step_lib.TrainState, Position]:
+        """Goes back just before the onset, to run the same steps again before anything is discarded or eased."""
+        known, stored = self.history.agreed_labels(position.guard), launch.agree(self.checkpoints.steps)
+        to_step = newest_sound(known, stored, decision.onset_step)
+        symptoms = self._symptoms(state)
+        log.error(
+            "%s since step %d: running again from step %d to find out why",
+            decision.cause, decision.onset_step, to_step,
+        )  # fmt: skip
+        self.history.attempt += 1
+        fields = {
+            "onset": decision.onset_step, "from_step": position.step, "until_step": decision.step, "to_step": to_step,
+            "cause": decision.cause, **symptoms,
+        }  # fmt: skip
+        self.history.write(("triage_started", position.step, fields))
+        _drop(state)
+        state, position = self._restore(at_most=to_step)
+        started = self.history.open_triage()
+        assert started is not None
+        self.triage = self._second_run(started, position)
+        return state, position
+
+    def _second_run(self, started: Mapping[str, Any], position: Position) -> Triage:
+        first, last, attempt = position.step, started["until_step"], started["attempt"]
+
+        def recorded() -> list[tuple[int, float, float]]:
+            rows = read_steps(self.workdir)
+            rows = rows[(rows["step"] > first) & (rows["step"] <= last) & (rows["attempt"] < attempt)]
+            return plain([[int(r["step"]), float(r["loss"]), float(r["grad_norm"])] for r in rows])
+
+        # In the order in which the steps were run: of each the last time.
+        told = {step: (float(loss), float(norm)) for step, loss, norm in launch.agree(recorded)}
+        devices = started["devices"]
+        return Triage(started["onset"], started["from_step"], last, first, told, devices=devices and tuple(devices))
+
+    def judged(self, record: Record, position: Position) -> GiveUp | None:
+        """Told of every record that the guard let pass: the end of a second run without trouble blames the machine."""
+        if self.triage is None or record.step < self.triage.until_step:
+            return None
+        triage, finding = self.triage, self._verdict(trouble_is_back=False)
+        if finding[2]["verdict"] != "hardware":
+            self.history.write(finding)
+            return None
+        position.guard, decision = position.guard.rewind_for_hardware(triage.until_step, triage.onset_step)
+        if isinstance(decision, GiveUp):
+            return decision
+        events = rewind_events(
+            decision, from_step=triage.from_step, to_step=triage.to_step, onset=triage.onset_step, replayed=True
+        )
+        self.history.write(finding, *events)
+        return None
+
+    def compare(self, record: Record) -> None:
+        """Told of every record, before the guard judges it."""
+        if self.triage is not None:
+            self.triage = self.triage.compare(record)
+
+    def _verdict(self, *, trouble_is_back: bool) -> Event:
+        triage, self.triage = self.triage, None
+        assert triage is not None
+        verdict = triage.verdict(trouble_is_back=trouble_is_back)
+        log.error(
+            "triage: %s (%s)", verdict,
+            "every number repeats" if triage.differs_at is None else f"step {triage.differs_at} came out otherwise",
+        )  # fmt: skip
+        fields = {
+            "verdict": verdict, "onset": triage.onset_step, "from_step": triage.from_step, "to_step": triage.to_step,
+            "differs_at": triage.differs_at, "devices": triage.devices and list(triage.devices),
+        }  # fmt: skip
+        return "triage", triage.until_step, fields
+
+    def _rewind(
+        self, state: step_lib.TrainState, position: Position, decision: Rewind, findings: list[Event]
+    ) -> tuple[step_lib.TrainState, Position]:
+        """Goes back to a checkpoint before the onset; what is discarded is on the disk before anything moves."""
+        known, stored = self.history.agreed_labels(position.guard), launch.agree(self.checkpoints.steps)
+        if decision.cause == "hardware":
+            target = newest_sound(known, stored, decision.onset_step)
+        else:
+            good = [s for s in stored if known.get(s) == "good"]
+            reach = position.guard.reach
+            target = choose_checkpoint(good, decision.onset_step, reach.rewind_steps, decision.escalation)
+        if decision.skip:
+            decision = decision.extended(end_batch=position.batch_index)
+            if self.config.guard.discard == "since_checkpoint":
+                decision = decision.extended(first_batch=self._batch_index_at(target))
+        log.error(
+            "%s since step %d: going back from step %d to %d, discarding batches %s, learning rate x %g",
+            decision.cause, decision.onset_step, position.step, target, decision.skip, decision.lr_scale,
+        )  # fmt: skip
+        self.history.attempt += 1
+        self.history.write(
+            *findings, *rewind_events(decision, from_step=position.step, to_step=target, onset=decision.onset_step)
+        )
+        # The old buffers go before the restored ones come: never twice the state in device memory.
+        _drop(state)
+        state, position = self._restore(at_most=target)
+        if decision.skip:
+            self._examine(state, position, decision)
+        return state, position
+
+    def _restore(self, at_most: int | None = None) -> tuple[step_lib.TrainState, Position]:
+        """The newest sound checkpoint that is not suspect, host-side state included; the first state if there is none.
+
+        Args:
+          at_most: the step to go back to, or before; None: as far as there is.
+        """
+        known, steps = self.history.agreed_labels(None), launch.agree(self.checkpoints.steps)
+        candidates = [s for s in steps if known.get(s) != "suspect" and (at_most is None or s <= at_most)]
+        found = self.checkpoints.restore_newest(step_lib.abstract_state(self.fns, self.mesh), candidates)
+        step, state, host = found or (0, None, {})
+        guard, unjudged = self.new_guard(), [Record.from_dict(r) for r in host.get("unjudged", ())]
+        if host:
+            guard = Guard.from_dict(host["guard"], self.guard_config, self.config.train.num_steps)
+        if decision := self.history.last_decision():
+            # The records that the checkpoint's guard had not judged yet are of healthy steps: it was good.
+            after = judged = functools.reduce(lambda g, record: g.observe(record)[0], unjudged, guard)
+            after = judged.rewound(step, decision)
+            if after is not judged:
+                guard, unjudged = after, []
+        self.checkpoints.supersede(step)
+        position = Position(
+            guard, step, host.get("batch_index", 0), host.get("tokens", 0.0), collections.deque(unjudged)
+        )
+        if self.history.attempt:
+            log.info("going on from step %d; the next batch is %d", step, position.batch_index)
+        return state if state is not None else self._initialise(), position
+
+    def new_guard(self) -> Guard:
+        return Guard.new(self.guard_config, self.config.train.num_steps)
+
+    def _initialise(self) -> step_lib.TrainState:
+        """The state at step 0, made by every device for its own part."""
+        shardings = step_lib.state_shardings(self.fns, self.mesh)
+        return jax.jit(self.fns.init, out_shardings=shardings)(jax.random.key(self.config.train.seed))
+
+    def _batch_index_at(self, step: int) -> int:
+        """The batch that follows a stored checkpoint."""
+        folder = self.workdir / "checkpoints" / str(step)
+        return launch.agree(lambda: checkpoint.read(folder).host_state["batch_index"] if step else 0)
+
+    def label(self, judged: int, guard: Guard) -> None:
+        """Says which checkpoints have become good, and keeps those that a rewind may need (on process 0)."""
+        reach = guard.reach
+        if judged % min(10, reach.healthy_steps):
+            return
+        told, known = self.history.labels(None), self.history.labels(guard)
+        good = [step for step, label in known.items() if label == "good"]
+        self.history.write(*(("checkpoint_good", step, {}) for step in good if told[step] != "good"))
+        if good:
+            old = [s for s in good if s <= judged - reach.rewind_steps - reach.max_patience]
+            self.checkpoints.protect({max(good), max(old, default=min(good))})
+
+    # -- what happened ------------------------------------------------------------------------------------------------
+
+    def _symptoms(self, state: step_lib.TrainState) -> dict[str, Any]:
+        """What a look at the state in trouble says: parameters that are not finite, devices whose copies are not equal."""
+        devices: list[str] = []
+        for mismatch in self.mismatches(state):
+            devices += [d for d in mismatch.devices if d not in devices]
+        return {"nonfinite": step_lib.nonfinite_leaves(state.params)[:5], "devices": devices or None}
+
+    def mismatches(self, state: step_lib.TrainState) -> list[replicas.Mismatch]:
+        if self.copies is None:
+            return []
+        return self.copies.differing(np.asarray(jax.device_get(self.copies.hashes(state))))
+
+    def _examine(self, state: step_lib.TrainState, position: Position, decision: Rewind) -> None:
+        """Looks at the discarded batches with the restored state, and discards on while what follows is no better."""
+        assert decision.skip is not None
+        losses = jax.jit(
+            self.fns.sequence_losses, out_shardings=jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+        )
+
+        def losses_of(batch_index: int) -> tuple[np.ndarray, np.ndarray]:
+            sums = jax.device_get(losses(state.params, self.batch_at(batch_index)))
+            return np.asarray(sums.nll), np.asarray(sums.weight)
+
+        first, end = decision.skip
+        windows, batch_size = self.history.windows(), self.config.train.batch_size
+        references = [b for b in range(max(0, first - 64), first) if not is_skipped(b, windows)]
+        width = position.guard.loss_width
+        found = examine(losses_of, first_batch=first, end_batch=end, references=references, width=width)
+        event = found.event(lambda batch, row: self.dataset.provenance(batch, row, batch_size))
+        further: list[Event] = []
+        if found.end_batch > end:
+            decision = decision.extended(end_batch=found.end_batch)
+            further.append(("window_skipped", position.step, {"first_batch": end, "end_batch": found.end_batch}))
+        position.guard = position.guard.rewound(position.step, decision)
+        event["width"] = width if math.isfinite(width) else None
+        self.history.write(*further, ("window_examined", position.step, {**event, "decision": decision.to_dict()}))
+        worst = found.sequences[0]
+        log.warning(
+            "discarded batches %d to %d: the worst sequence has a loss of %.3f (batch %d, row %d), good ones have %s",
+            found.first_batch, found.end_batch - 1, *worst, "no known loss" if found.reference is None else f"{found.reference:.3f}",
+        )  # fmt: skip
+
+    def _give_up(self, decision: GiveUp, findings: list[Event]) -> None:
+        """Ends a run that the guard cannot help; what it saw and did is in the journal."""
+        fields = {"onset": decision.onset_step, "reason": decision.reason, "cause": decision.cause}
+        self.history.write(*findings, ("gave_up", decision.step, fields))
+        log.error("the guard gives up at step %d: %s", decision.step, decision.reason)
+        if jax.process_index() == 0:
+            log.error("what it saw, and the ways on: %s", giveup.write(self.workdir))
+
+
+def _drop(state: step_lib.TrainState) -> None:
+    jax.tree.map(lambda x: x.delete(), state)

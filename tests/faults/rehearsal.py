@@ -1,0 +1,99 @@
+"""Rehearsals: tiny real runs with a `faults` section, in this process, and what they leave behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from jaxrun import config as config_lib
+from jaxrun import train
+from jaxrun.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    GuardConfig,
+    ModelConfig,
+    OptimConfig,
+    TelemetryConfig,
+    TrainConfig,
+)
+from jaxrun.journal import read_lines, read_steps, skipped_windows
+
+NUM_STEPS = 200
+
+
+def base(folder: Path, *, num_texts: int = 40) -> Config:
+    """200 steps of a one-layer model on texts that are made into `folder`."""
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for i in range(num_texts):
+        lines = [
+            f"line {j} of text {i}: the quick brown fox number {i * j % 17} jumps over {j % 13} dogs"
+            for j in range(200)
+        ]
+        (corpus / f"{i:02}.txt").write_text("\n".join(lines))
+    return Config(
+        train=TrainConfig(num_steps=NUM_STEPS, batch_size=16, seq_len=32, eval_every=NUM_STEPS, eval_batches=4),
+        model=ModelConfig(num_layers=1, d_model=32, num_heads=2, d_ff=64),
+        optim=OptimConfig(peak_lr=5e-3, warmup_steps=10),
+        data=DataConfig(source=str(corpus), cache_dir=str(folder / "cache"), eval_fraction=0.1),
+        checkpoint=CheckpointConfig(every=10, keep=4),
+        guard=GuardConfig(warmup=32, patience=8, replica_check_every=10),
+        telemetry=TelemetryConfig(tensorboard=False, peak_flops=1e12),
+    )
+
+
+def run(config: Config, workdir: Path, *, faults: str = "", accept_config_change: bool = False, **guard: Any) -> int:
+    """Trains to the end of the run, or to where it gives up; the exit code."""
+    config = dataclasses.replace(
+        config, guard=dataclasses.replace(config.guard, **guard), faults=faults or config.faults
+    )
+    config = config_lib.validate(config_lib.to_dict(config))
+    return train.train(config, workdir, accept_config_change=accept_config_change)
+
+
+def events(workdir: Path, *kinds: str) -> list[dict[str, Any]]:
+    return [e for e in read_lines(workdir / "events.jsonl") if e["kind"] in kinds]
+
+
+def eval_loss(workdir: Path) -> float:
+    return [line["eval_loss"] for line in read_lines(workdir / "metrics.jsonl") if "eval_loss" in line][-1]
+
+
+def clean_steps(workdir: Path) -> dict[int, tuple[float, float, int, int]]:
+    """Step -> loss, norm, batch index, skip reason of its last attempt."""
+    return {
+        int(r["step"]): (float(r["loss"]), float(r["grad_norm"]), int(r["batch_index"]), int(r["skip_reason"]))
+        for r in read_steps(workdir)
+    }
+
+
+def same_series(one: Path, other: Path) -> bool:
+    """Whether the clean series agree bit for bit (NaN counts as NaN)."""
+    return repr(clean_steps(one)) == repr(clean_steps(other))
+
+
+def window(workdir: Path) -> tuple[int, int]:
+    """The one window that was discarded."""
+    (found,) = skipped_windows(events(workdir, "window_skipped"))
+    return found
+
+
+def verdicts(workdir: Path) -> list[str]:
+    return [e["verdict"] for e in events(workdir, "triage")]
+
+
+def assert_every_batch_is_accounted_for(workdir: Path) -> None:
+    """Up to the last one that was read, each batch was trained on, skipped by the step, or discarded: exactly once."""
+    steps = clean_steps(workdir)
+    assert sorted(steps) == list(range(1, len(steps) + 1))
+    used = [batch for _, _, batch, _ in steps.values()]
+    discarded = [b for first, end in skipped_windows(events(workdir, "window_skipped")) for b in range(first, end)]
+    discarded = [b for b in discarded if b <= max(used)]
+    assert sorted(used + discarded) == list(range(max(used) + 1))
+    assert used == sorted(used)
+    told = {(e["step"], e["batch_index"]) for e in events(workdir, "update_skipped")}
+    assert {(s, batch) for s, (_, _, batch, reason) in steps.items() if reason} <= told
+    assert all(math.isfinite(loss) for loss, _, _, reason in steps.values() if not reason)
