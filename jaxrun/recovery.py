@@ -24,7 +24,7 @@ from jaxrun import config as config_lib
 from jaxrun import step as step_lib
 from jaxrun.config import Config
 from jaxrun.examine import examine
-from jaxrun.guard import GiveUp, Guard, Record, Rewind, Triage, choose_checkpoint, newest_sound
+from jaxrun.guard import GiveUp, Guard, Question, Rebaseline, Record, Rewind, Triage, choose_checkpoint, newest_sound
 from jaxrun.history import Event, History, rewind_events
 from jaxrun.journal import is_skipped, plain, read_steps
 
@@ -98,9 +98,11 @@ class Recovery:
     # -- going back ---------------------------------------------------------------------------------------------------
 
     def go_back(
-        self, state: step_lib.TrainState, position: Position, decision: Rewind | GiveUp
+        self, state: step_lib.TrainState, position: Position, decision: Rewind | GiveUp | Rebaseline | Question
     ) -> tuple[step_lib.TrainState, Position] | None:
         """What follows a decision of the guard; `state` is gone afterwards. None: the run is given up."""
+        if isinstance(decision, Rebaseline | Question):
+            return self._ask_why(state, position, Question(decision.step, decision.onset_step, decision.cause))
         findings: list[Event] = []
         if decision.cause == "hardware":  # known without a second run, and the end of one that is going on
             self.triage = None
@@ -109,7 +111,7 @@ class Recovery:
             findings.append(self._verdict(trouble_is_back=True))
         elif self.config.guard.triage:
             if self.repeats:
-                return self._ask_why(state, position, decision)
+                return self._ask_why(state, position, Question(decision.step, decision.onset_step, decision.cause))
             reason = "a step does not repeat bit for bit here, so a second run would say nothing"
             findings.append(("triage", decision.step, {"verdict": "undetermined", "devices": None, "reason": reason}))
         if isinstance(decision, GiveUp):
@@ -118,20 +120,23 @@ class Recovery:
         return self._rewind(state, position, decision, findings)
 
     def _ask_why(
-        self, state: step_lib.TrainState, position: Position, decision: Rewind | GiveUp
+        self, state: step_lib.TrainState, position: Position, question: Question
     ) -> tuple[step_lib.TrainState, Position]:
         """Goes back just before the onset, to run the same steps again before anything is discarded or eased."""
         known, stored = self.history.agreed_labels(position.guard), launch.agree(self.checkpoints.steps)
-        to_step = newest_sound(known, stored, decision.onset_step)
-        symptoms = self._symptoms(state)
+        last, self.triage = self.triage, None
+        to_step = newest_sound(known, stored, min(question.onset_step, last.to_step if last else question.step))
         log.error(
             "%s since step %d: running again from step %d to find out why",
-            decision.cause, decision.onset_step, to_step,
+            question.cause, question.onset_step, to_step,
         )  # fmt: skip
         self.history.attempt += 1
+        # An older checkpoint is asked about the same record, and says nothing new about the state in trouble.
+        first = self.history.open_triage() if last else None
+        symptoms = {k: first[k] for k in ("nonfinite", "devices")} if first else self._symptoms(state)
         fields = {
-            "onset": decision.onset_step, "from_step": position.step, "until_step": decision.step, "to_step": to_step,
-            "cause": decision.cause, **symptoms,
+            "onset": question.onset_step, "from_step": position.step, "until_step": question.step, "to_step": to_step,
+            "record": first["record"] if first else self.history.attempt, "cause": question.cause, **symptoms,
         }  # fmt: skip
         self.history.write(("triage_started", position.step, fields))
         _drop(state)
@@ -142,7 +147,8 @@ class Recovery:
         return state, position
 
     def _second_run(self, started: Mapping[str, Any], position: Position) -> Triage:
-        first, last, attempt = position.step, started["until_step"], started["attempt"]
+        """The triage as the journal has it; what it compares with are the attempts before `record`."""
+        first, last, attempt = position.step, started["until_step"], started["record"]
 
         def recorded() -> list[tuple[int, float, float]]:
             rows = read_steps(self.workdir)
@@ -152,12 +158,26 @@ class Recovery:
         # In the order in which the steps were run: of each the last time.
         told = {step: (float(loss), float(norm)) for step, loss, norm in launch.agree(recorded)}
         devices = started["devices"]
-        return Triage(started["onset"], started["from_step"], last, first, told, devices=devices and tuple(devices))
+        return Triage(
+            started["onset"], started["from_step"], last, first, told, devices=devices and tuple(devices),
+            cause=started["cause"],
+        )  # fmt: skip
 
-    def judged(self, record: Record, position: Position) -> GiveUp | None:
+    def is_asking(self, decision: Rebaseline) -> bool:
+        """Whether a new level is to be asked about before it is taken for normal; if it was, this is the answer."""
+        if not (decision.after_spike and self.config.guard.triage and self.repeats):
+            return False
+        if self.triage is None:
+            return True
+        self.history.write(self._verdict(trouble_is_back=True))
+        return False
+
+    def judged(self, record: Record, position: Position) -> GiveUp | Question | None:
         """Told of every record that the guard let pass: the end of a second run without trouble blames the machine."""
         if self.triage is None or record.step < self.triage.until_step:
             return None
+        if self.triage.began_before:
+            return self.triage.question
         triage, finding = self.triage, self._verdict(trouble_is_back=False)
         if finding[2]["verdict"] != "hardware":
             self.history.write(finding)

@@ -124,8 +124,8 @@ def replay(config: Config, workdir: Path, step: int, attempt: int | None = None)
 
         def run(state: step_lib.TrainState, r: Any) -> tuple[step_lib.TrainState, step_lib.Metrics]:
             index = int(r["batch_index"])
-            values = [r["lr_scale"], r["grad_limit"], np.float32(rehearsed.grad_fault(index)) if with_fault else None]
-            controls = step_lib.Controls(*(v if v is None else jax.device_put(np.float32(v), whole) for v in values))
+            values = [r["lr_scale"], r["grad_limit"], *([rehearsed.grad_fault(index)] if with_fault else [])]
+            controls = step_lib.Controls(*(jax.device_put(np.float32(v), whole) for v in values))
             return train_step(state, batch_at(index), controls)
 
         for s in range(start + 1, step):

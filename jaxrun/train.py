@@ -27,7 +27,7 @@ from jaxrun import step as step_lib
 from jaxrun.config import Config, ConfigError
 from jaxrun.data.cache import cache_root
 from jaxrun.evaluate import held_out_loss, to_devices
-from jaxrun.guard import GiveUp, Rebaseline, Record, Rewind, SpikeOver, SpikeSeen, same_bits
+from jaxrun.guard import GiveUp, Question, Rebaseline, Record, Rewind, SpikeOver, SpikeSeen, same_bits
 from jaxrun.history import History
 from jaxrun.journal import StepRecords, is_skipped
 from jaxrun.recovery import Position, Recovery
@@ -340,8 +340,8 @@ class Run:
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
-    def _judge(self, *, up_to: int) -> Rewind | GiveUp | None:
-        """Shows the guard the records of steps up to `up_to`, and carries out what it decides short of a rewind."""
+    def _judge(self, *, up_to: int) -> Rewind | GiveUp | Rebaseline | Question | None:
+        """Shows the guard the records of steps up to `up_to`, and carries out what it decides short of going back."""
         self._fetch(up_to=up_to)
         at = self.position
         while at.unjudged and at.unjudged[0].step <= up_to:
@@ -349,7 +349,7 @@ class Run:
             self.recovery.compare(record)
             at.guard, decisions = at.guard.observe(record)
             for d in decisions:
-                if isinstance(d, Rewind | GiveUp):
+                if isinstance(d, Rewind | GiveUp) or (isinstance(d, Rebaseline) and self.recovery.is_asking(d)):
                     return d
                 log.warning("%s at step %d, onset %d", SEEN[type(d)], d.step, d.onset_step)
                 if isinstance(d, Rebaseline):
@@ -357,8 +357,8 @@ class Run:
                 else:
                     over = isinstance(d, SpikeOver)
                     self._event("spike", step=d.step, onset=d.onset_step, severity=d.severity, over=over)
-            if (gave_up := self.recovery.judged(record, at)) is not None:
-                return gave_up
+            if (further := self.recovery.judged(record, at)) is not None:
+                return further
             if self.records:
                 self.recovery.label(record.step, at.guard)
         return None

@@ -31,10 +31,10 @@ from jaxrun.guard.policy import (
     newest_sound,
 )
 from jaxrun.guard.reach import Reach
-from jaxrun.guard.triage import Triage, same_bits
+from jaxrun.guard.triage import Question, Triage, same_bits
 
 __all__ = [
-    "Decision", "GiveUp", "Guard", "Memory", "Reach", "Rebaseline", "Record", "Rewind", "SpikeOver",
+    "Decision", "GiveUp", "Guard", "Memory", "Question", "Reach", "Rebaseline", "Record", "Rewind", "SpikeOver",
     "SpikeSeen", "Triage", "Verdict", "choose_checkpoint", "labels", "newest_sound", "same_bits",
 ]  # fmt: skip
 

@@ -30,6 +30,9 @@ _MAD_TO_SIGMA = 1.4826
 _REFIT_EVERY = 16
 # The fewest samples that say anything about a course or a new level.
 _FEW = 8
+# A curve that bends leaves residuals about its line that are no noise: the scale is at most so many times that of as
+# many last samples about a line of their own (or of the last quarter, where that is more).
+_BEND, _LATE = 1.5, 32
 # Far out is beyond so many times the width of the band.
 _FAR = 2
 # What one step can weigh: less than any spike_evidence that config accepts, so that no single step is a
@@ -304,9 +307,10 @@ def course(excursion: Excursion, step: int, cfg: GuardConfig, reach: Reach) -> C
     """Where an excursion is heading, by its last `patience` steps.
 
     Healing: at its pace from the one half to the other, the loss is back in the band before the excursion is
-    `max_patience` steps old. Level: the loss is in its band (only the norm, or single steps, are not), or has
-    settled on a new level: as quiet as half a band, not rising by a third of one from half to half, and never
-    more than `shift_limit` above the old one. Else, and where there are too few samples to say: diverging.
+    `max_patience` steps old. Level: the loss is in its band (only the norm, or single steps, are not) or below,
+    or has settled on a new level: as quiet as half a band, not rising by a third of one from half to half, and
+    never more than `shift_limit` above the old one. Else, where there are too few samples to say, and where the
+    loss is more than `shift_limit` below (a repeated text is learned in no time): diverging.
     """
     rows = [(s, value) for s, value, _ in excursion.tail if value is not None]
     recent = [row for row in rows if row[0] > step - reach.patience]
@@ -319,6 +323,8 @@ def course(excursion: Excursion, step: int, cfg: GuardConfig, reach: Reach) -> C
     before = _median([value for _, value in recent[:middle]])
     late = [value for _, value in recent[middle:]]
     now = _median(late)
+    if excursion.expected - now > max(excursion.width, cfg.shift_limit * abs(excursion.expected)):
+        return "diverging"
     if now - excursion.expected <= excursion.width:
         return "level"
     pace = (before - now) / (recent[middle + (len(recent) - middle) // 2][0] - recent[middle // 2][0])
@@ -436,6 +442,9 @@ def _accept(baseline: Baseline, record: Record, value: float | None, cfg: GuardC
 def _through(steps: tuple[int, ...], values: tuple[float, ...], batch: int, old: Line | None) -> Line:
     """The line through a window that ends with batch index `batch`."""
     location, slope, scale = fit(steps, values)
+    late = max(_LATE, len(values) // 4)
+    if late < len(values):
+        scale = min(scale, _BEND * fit(steps[-late:], values[-late:])[2])
     # Not the location: a line through a curve that flattens ends below every loss that there was.
     recent = _median(values[-max(1, len(values) // 4) :])
     best = recent if old is None else min(recent, old.best)

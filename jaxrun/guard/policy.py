@@ -29,14 +29,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jaxrun.config import GuardConfig
 from jaxrun.guard.detector import Record, State, Verdict
 from jaxrun.guard.reach import Reach
 
 Label = Literal["pending", "good", "suspect"]
-Cause = Literal["spike", "nonfinite_params", "nonfinite_loss", "nonfinite_skips", "hardware", "operator"]
+Cause = Literal["spike", "nonfinite_params", "nonfinite_loss", "nonfinite_skips", "hardware", "operator", "new_level"]
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,12 @@ class SpikeSeen:
 
 @dataclass(frozen=True)
 class Rebaseline:
-    """The loss or norm has settled, and what it is now is taken for normal."""
+    """The loss or norm has settled, and what it is now is taken for normal. After a spike, a triage may ask first."""
 
     step: int
     onset_step: int
+    after_spike: bool = False
+    cause: ClassVar[Cause] = "new_level"
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,8 @@ def decide(
     if verdict.healed:
         seen = (*seen, SpikeOver(step, onset, verdict.severity))
     if verdict.course == "level":
-        return memory, (*seen, Rebaseline(step, onset))
+        after_spike = state.excursion is not None and state.excursion.spike
+        return memory, (*seen, Rebaseline(step, onset, after_spike))
     cause: Cause | None = None
     if not record.params_finite:
         cause = "nonfinite_params"

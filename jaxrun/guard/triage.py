@@ -7,7 +7,9 @@
     no                      yes                     undetermined: both, or a machine that is still wrong
     yes                     no                      undetermined: the same numbers cannot be judged differently
 
-The comparison means something only where a step repeats bit for bit; a self-test at the start says so.
+The comparison means something only where a step repeats bit for bit; a self-test at the start says so. A second
+run that differs from its beginning says that the checkpoint was taken when the machine was wrong already: it is
+made again from an older one.
 """
 
 from __future__ import annotations
@@ -22,6 +24,19 @@ from jaxrun.guard.detector import Record
 
 Verdict = Literal["data", "hardware", "undetermined"]
 
+# The first step after a checkpoint shows what became of the state, the second what became of the first update: what
+# differs there may have begun before.
+_BEGINNING = 2
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a triage is about: the trouble that began at `onset_step` and was decided on by the record of `step`."""
+
+    step: int
+    onset_step: int
+    cause: str
+
 
 @dataclass(frozen=True)
 class Triage:
@@ -35,6 +50,7 @@ class Triage:
       recorded: step -> (loss, gradient norm) of the first run.
       differs_at: the first step that came out otherwise; None: none so far.
       devices: devices whose parameters had been found to differ from their replicas'; None: none told apart.
+      cause: what the trouble looked like.
     """
 
     onset_step: int
@@ -44,6 +60,16 @@ class Triage:
     recorded: Mapping[int, tuple[float, float]]
     differs_at: int | None = None
     devices: tuple[str, ...] | None = None
+    cause: str = "spike"
+
+    @property
+    def question(self) -> Question:
+        return Question(self.until_step, self.onset_step, self.cause)
+
+    @property
+    def began_before(self) -> bool:
+        """Whether an older checkpoint has to be asked."""
+        return self.to_step > 0 and self.differs_at is not None and self.differs_at <= self.to_step + _BEGINNING
 
     def compare(self, record: Record) -> Triage:
         """The triage after one more step of the second run."""

@@ -21,11 +21,11 @@ from jaxrun.config import (
 )
 from jaxrun.journal import read_lines, read_steps, skipped_windows
 
-NUM_STEPS = 200
+NUM_STEPS = 300
 
 
 def base(folder: Path, *, num_texts: int = 40) -> Config:
-    """200 steps of a one-layer model on texts that are made into `folder`."""
+    """300 steps of a one-layer model on texts that are made into `folder`."""
     corpus = folder / "corpus"
     corpus.mkdir()
     for i in range(num_texts):
