@@ -151,9 +151,18 @@ class Dataset:
     def tokens_of(self, name: str) -> list[tuple[int, int]]:
         """Where the training tokens of a document (FILE@OFFSET) or of a whole FILE lie: half-open stretches.
 
-        FILE may be the end of its path, if no other ends so. Empty: no such training document.
+        FILE may be the end of its path. Empty: no such training document.
+
+        Raises:
+          ConfigError: the paths of several files end so.
         """
         file, offset = deny.parse(name)
+        called = _called(file, self.files or [segment.path for segment in self.train.segments])
+        if len(called) > 1:
+            raise ConfigError(
+                f"{self.source}: {file} is the end of {len(called)} paths, {called[0]} and {called[1]} among them; "
+                "write more of the path"
+            )
         if self.documents is None:
             if offset is not None:
                 return []
@@ -161,12 +170,13 @@ class Dataset:
             for segment in self.train.segments:
                 first, end = starts - self.train.first, starts + segment.num_tokens - self.train.first
                 starts += segment.num_tokens
-                if _is_called(segment.path, file) and max(first, 0) < min(end, len(self.train)):
+                if segment.path in called and max(first, 0) < min(end, len(self.train)):
                     stretches.append((max(first, 0), min(end, len(self.train))))
             return stretches
-        numbers = [n for n, path in enumerate(self.files) if _is_called(path, file)]
+        numbers = [n for n, path in enumerate(self.files) if path in called]
         table = np.memmap(self.documents, DOCUMENT, "r")
-        ends = np.append(table["start"][1:], len(self.train))
+        # Where the tail is held out, the table goes on beyond the training tokens.
+        ends = np.minimum(np.append(table["start"][1:], len(self.train)), len(self.train))
         hits = np.isin(table["file"], numbers) & ((offset is None) | (table["offset"] == offset))
         return [(int(table["start"][d]), int(ends[d])) for d in np.flatnonzero(hits) if table["start"][d] < ends[d]]
 
@@ -198,6 +208,8 @@ class Dataset:
                 merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
             else:
                 merged.append((start, end))
+        if merged == [(0, len(self.train))]:
+            raise ConfigError(f"config.data.deny: leaves nothing to train on of {self.source}; take names off the list")
         identity = json.dumps([self.fingerprint, merged]).encode()
         return dataclasses.replace(self, denied=tuple(merged), fingerprint=xxhash.xxh3_128_hexdigest(identity))
 
@@ -333,8 +345,9 @@ def _open_token_files(cfg: DataConfig, files: Sequence[Path], common: dict[str, 
     )
 
 
-def _is_called(path: str, name: str) -> bool:
-    return path == name or path.endswith("/" + name)
+def _called(name: str, paths: Sequence[str]) -> list[str]:
+    """The path `name`, or else those that end in it."""
+    return [name] if name in paths else [path for path in paths if path.endswith("/" + name)]
 
 
 def _stream(folder: Path, name: str, meta: dict[str, Any]) -> TokenStream:

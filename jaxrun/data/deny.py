@@ -34,9 +34,20 @@ def read(path: Path) -> list[str]:
 
 
 def add(path: Path, names: Iterable[str], *, comment: str) -> int:
-    """Appends the names that the list does not have yet; how many those are."""
+    """Appends the names that the list does not have yet; how many those are.
+
+    Raises:
+      ConfigError: it cannot be read or written.
+    """
+    path = path.expanduser()
     new = sorted(set(names) - set(read(path) if path.exists() else ()))
     if new:
-        with open(path, "a") as file:
-            file.write("\n".join([f"# {comment}", *new]) + "\n")
+        try:
+            with open(path, "a+") as file:
+                file.seek(0)
+                text = file.read()
+                begun = "\n" if text and not text.endswith("\n") else ""  # an editor's last line
+                file.write(begun + "\n".join([f"# {comment}", *new]) + "\n")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written ({error.strerror}); name a file in a folder of yours") from None
     return len(new)

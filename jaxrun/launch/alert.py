@@ -56,8 +56,9 @@ class Alert:
             started = time.monotonic()
             try:
                 done = subprocess.run(
-                    self._words, input=text + "\n", text=True, timeout=_TIMEOUT_S, capture_output=True, check=False
-                )
+                    self._words, input=text + "\n", encoding="utf-8", errors="replace", timeout=_TIMEOUT_S,
+                    capture_output=True, check=False,
+                )  # fmt: skip
             except (OSError, subprocess.TimeoutExpired) as error:
                 log.error("config.guard.alert: %s could not tell of an event (%s)", self._words[0], error)
                 continue
