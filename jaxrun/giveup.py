@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ def text(workdir: Path) -> str:
     events = list(read_lines(workdir / EVENTS))
     end = next(e for e in reversed(events) if e["kind"] == "gave_up")
     known = labels(events, step=-1, healthy_since=0, healthy_steps=0)
-    good = [s for s, label in known.items() if label == "good" and s < end["onset"]]
+    stored = {p.name for p in (workdir / "checkpoints").glob("*")}
+    good = [s for s, label in known.items() if label == "good" and s < end["onset"] and str(s) in stored]
     windows = [e for e in events if e["kind"] == "window_skipped"]
     first = min([e["first_batch"] for e in windows], default=end["onset"] - 1)
     last = max([e["end_batch"] for e in windows], default=end["step"])
-    target, run = max(good, default=0), f"{workdir}"
+    target, run = max(good, default=0), shlex.quote(str(workdir))
     sections = [
         f"# The guard gave up at step {end['step']}",
         f"Why: {end['reason']}. The trouble began at step {end['onset']} ({end.get('cause', 'unknown')}).",

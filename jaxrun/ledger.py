@@ -12,7 +12,8 @@ from jaxrun import data
 from jaxrun.config import Config, ConfigError
 from jaxrun.data import deny
 from jaxrun.journal import EVENTS, read_lines, read_steps, skipped_windows
-from jaxrun.replay import where
+from jaxrun.replay import open_data, where
+from jaxrun.telemetry.series import restores
 
 _TEXT = 300
 
@@ -23,15 +24,15 @@ class Ledger:
     def __init__(self, config: Config, workdir: Path):
         self.config, self.workdir = config, workdir
         self.events = list(read_lines(workdir / EVENTS))
-        steps = read_steps(workdir)
-        self.clean = {int(r["step"]): r for r in steps}  # of each step the last time
+        self.steps = read_steps(workdir)
+        counts = np.ones(len(self.steps), bool)
+        for attempt, to_step in restores(self.events).items():
+            counts &= (self.steps["attempt"] >= attempt) | (self.steps["step"] <= to_step)
+        self.clean = {int(r["step"]): r for r in self.steps[counts]}  # the history that counts
 
     @property
     def dataset(self) -> data.Dataset:
-        t = self.config.train
-        return data.open_dataset(
-            self.config.data, seq_len=t.seq_len, vocab_size=self.config.model.vocab_size, seed=t.seed
-        )
+        return open_data(self.config, self.workdir)
 
     # -- what is printed ----------------------------------------------------------------------------------------------
 
@@ -47,7 +48,7 @@ class Ledger:
         yield f"  discarded   {discarded:,} batches in {len(windows)} windows" + (
             ": " + ", ".join(f"{a:,} to {b - 1:,}" for a, b in windows) if windows else ""
         )
-        replayed = len(read_steps(self.workdir)) - len(self.clean)
+        replayed = len(self.steps) - len(self.clean)
         yield f"  run again   {replayed:,} steps, in {1 + max((e['attempt'] for e in self.events), default=0)} attempts"
 
     def skipped(self, num_worst: int) -> Iterator[str]:
@@ -87,8 +88,8 @@ class Ledger:
     def document(self, name: str) -> Iterator[str]:
         """The steps whose batch held some of a document: FILE, or FILE@OFFSET."""
         dataset, size = self.dataset, self.config.train.batch_size
-        wanted = dataset.sequences_of(name)
-        if not wanted:
+        wanted = dataset.sequences_of(name)  # none, where a document lies in the rest that fills no sequence
+        if not dataset.tokens_of(name):
             raise ConfigError(
                 f"{self.config.data.source}: no training document is called {name}; `jaxrun ledger RUN --step N` shows how they are"
             )
@@ -115,6 +116,8 @@ class Ledger:
             deny.name(span["file"], span["offset"] if span["document"] is not None else None)
             for e in self.events if e["kind"] == "window_examined" for s in e["worst"][:num_worst] for span in s["documents"]
         ]  # fmt: skip
+        if not names:
+            return f"{self.workdir}: no window was discarded, so there is no document to deny"
         added = deny.add(path, names, comment=f"the worst sequences that {self.workdir} discarded")
         return f"{path}: {added} documents added; later runs honour it with --config.data.deny={path}"
 

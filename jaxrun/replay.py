@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrun import checkpoint, data, faults, launch, sharding
+from jaxrun import checkpoint, data, faults, launch, rundir, sharding
 from jaxrun import step as step_lib
 from jaxrun.config import Config, ConfigError
 from jaxrun.data.cache import cache_root
@@ -18,6 +19,8 @@ from jaxrun.evaluate import to_devices
 from jaxrun.guard import same_bits
 from jaxrun.journal import EVENTS, read_lines, read_steps
 from jaxrun.telemetry.series import restores
+
+log = logging.getLogger("jaxrun")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,29 @@ class Replay:
         return "\n".join(lines)
 
 
+def open_data(config: Config, workdir: Path) -> data.Dataset:
+    """The data that a run was trained on.
+
+    Raises:
+      ConfigError: they are not there any more, or not what they were.
+    """
+    t = config.train
+    dataset = data.open_dataset(config.data, seq_len=t.seq_len, vocab_size=config.model.vocab_size, seed=t.seed)
+    run = rundir.read_json(workdir / rundir.RUN)
+    if run and run["data_fingerprint"] != dataset.fingerprint:
+        raise ConfigError(
+            f"{config.data.source}: is not what {workdir} was trained on; put back the data, and the list of "
+            "config.data.deny if there is one, as they were"
+        )
+    return dataset
+
+
+def _mesh_of(workdir: Path, attempt: int) -> dict[str, int] | None:
+    """The mesh that an attempt ran on; None: unknown."""
+    starts = (rundir.read_json(workdir / rundir.RUN) or {"starts": []})["starts"]
+    return next((start["mesh"] for start in reversed(starts) if start["attempt"] <= attempt), None)
+
+
 def where(span: data.Span) -> str:
     """A stretch of a sequence, in words."""
     tokens = f"tokens {span.first_token} to {span.first_token + span.num_tokens - 1}"
@@ -89,23 +115,29 @@ def replay(config: Config, workdir: Path, step: int, attempt: int | None = None)
     the same kind of device only.
 
     Raises:
-      ConfigError: no such step, or another data set than the run's.
+      ConfigError: no such step, or other data than the run's.
     """
     launch.cache_compilations(cache_root(config.data.cache_dir) / "xla")
     steps = read_steps(workdir)
-    ran = steps[(steps["step"] == step) & ((attempt is None) | (steps["attempt"] == attempt))]
+    of_attempt = steps if attempt is None else steps[steps["attempt"] == attempt]
+    ran = of_attempt[of_attempt["step"] == step]
     if not len(ran):
-        last = f"steps 1 to {int(steps['step'].max())}" if len(steps) else "no step yet"
-        raise ConfigError(f"{workdir}: step {step}{'' if attempt is None else f' of attempt {attempt}'} was not run; it has run {last}")  # fmt: skip
+        whose = "" if attempt is None else f" of attempt {attempt}"
+        did = of_attempt["step"]
+        known = f"steps {int(did.min())} to {int(did.max())} were" if len(did) else "no step was"
+        raise ConfigError(f"{workdir}: step {step}{whose} was not run; {known}")
     record = ran[-1]
     attempt = int(record["attempt"])
     history = steps[(steps["attempt"] <= attempt) & (steps["step"] <= step)]
     on_path = {int(r["step"]): r for r in history}  # of each step the last time
 
-    t = config.train
-    dataset = data.open_dataset(config.data, seq_len=t.seq_len, vocab_size=config.model.vocab_size, seed=t.seed)
+    t, dataset = config.train, open_data(config, workdir)
     sizes = sharding.resolve(config.mesh, jax.device_count())
     sharding.check(config, sizes)
+    if (ran_on := _mesh_of(workdir, attempt)) not in (None, sizes):
+        log.warning(
+            "%s: attempt %d ran on another mesh, %s; other bits here say nothing about it", workdir, attempt, ran_on
+        )
     mesh = sharding.make_mesh(sizes)
     rows = sharding.local_rows(t.batch_size, mesh)
     rehearsed = faults.parse(config.faults)

@@ -49,5 +49,7 @@ def add(path: Path, names: Iterable[str], *, comment: str) -> int:
                 begun = "\n" if text and not text.endswith("\n") else ""  # an editor's last line
                 file.write(begun + "\n".join([f"# {comment}", *new]) + "\n")
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be written ({error.strerror}); name a file in a folder of yours") from None
+            raise ConfigError(
+                f"{path}: cannot be written ({error.strerror}); name a file in a folder of yours"
+            ) from None
     return len(new)
