@@ -242,6 +242,8 @@ def _ledger(argv: Sequence[str]) -> int:
     what.add_argument("--deny", type=Path, metavar="LIST", help="add the worst sequences' documents to a deny list")
     parser.add_argument("--worst", type=int, default=5, metavar="N", help="sequences of each window (default: 5)")
     args = parser.parse_args(argv)
+    if args.worst < 1:
+        raise ConfigError(f"jaxrun ledger: --worst is {args.worst}; it has to be 1 or more")
 
     from jaxrun import operate
     from jaxrun.ledger import Ledger
@@ -251,7 +253,7 @@ def _ledger(argv: Sequence[str]) -> int:
         lines = iter([ledger.deny(args.deny, args.worst)])
     elif args.step is not None:
         lines = ledger.step(args.step)
-    elif args.document:
+    elif args.document is not None:
         lines = ledger.document(args.document)
     else:
         lines = ledger.skipped(args.worst) if args.skipped else ledger.summary()
@@ -270,6 +272,8 @@ def _replay(argv: Sequence[str]) -> int:
     parser.add_argument("--attempt", type=int, metavar="A", help="which time (default: the last that ran the step)")
     parser.add_argument("--sequences", type=int, default=3, metavar="K", help="of the batch, the worst (default: 3)")
     args = parser.parse_args(argv)
+    if args.sequences < 0:
+        raise ConfigError(f"jaxrun replay: --sequences is {args.sequences}; it has to be 0 or more")
 
     from jaxrun import operate
     from jaxrun.replay import replay

@@ -204,6 +204,8 @@ def test_what_cannot_be_told_is_refused_in_one_line(refused: Callable[..., str],
     assert "no training document is called nix.txt; " in refused(copy, "--document", "nix.txt")
     assert "is no run directory" in refused(tmp_path, "--skipped")
     assert "cannot be written" in refused(copy, "--deny", tmp_path / "no" / "list")
+    assert "no training document is called ; " in refused(copy, "--document", "")
+    assert "--worst is 0; it has to be 1 or more" in refused(copy, "--skipped", "--worst", "0")
     assert "not allowed with" in refused(copy, "--skipped", "--step", "3")
 
     changed = tmp_path / "changed"

@@ -122,6 +122,7 @@ def test_what_cannot_be_replayed_is_refused_in_one_line(capsys: pytest.CaptureFi
     assert refused("--step", "3") == f"jaxrun: {workdir}: step 3 was not run; no step was"
     records = [(s, s - 1, a, 0, 2.0, 0.5, 1.0, np.inf) for a, s in ((0, 1), (0, 2), (1, 2), (1, 3))]
     (workdir / STEPS).write_bytes(np.array(records, STEP_RECORD).tobytes())
+    assert "--sequences is -1; it has to be 0 or more" in refused("--step", "2", "--sequences", "-1")
     assert refused("--step", "500") == f"jaxrun: {workdir}: step 500 was not run; steps 1 to 3 were"
     assert refused("--step", "1", "--attempt", "1") == f"jaxrun: {workdir}: step 1 of attempt 1 was not run; steps 2 to 3 were"  # fmt: skip
     assert refused("--step", "1", "--attempt", "7") == f"jaxrun: {workdir}: step 1 of attempt 7 was not run; no step was"  # fmt: skip
