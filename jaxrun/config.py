@@ -207,8 +207,9 @@ class GuardConfig:
     rewind_window: int | None = None
     # Batches discarded in the whole run before the guard gives up. null: max(1000, num_steps // 20).
     max_discarded_batches: int | None = None
-    # Learning-rate factor after a rewind (compounds while trouble recurs, down to lr_floor), held up to the step
-    # where the rewind was decided, then ramped back to 1 over lr_ramp_steps. null: as many as rewind_steps.
+    # Learning-rate factor after a rewind, from the onset of the trouble on (compounds while it recurs, down to
+    # lr_floor, and then holds from the checkpoint on), held up to the step where the rewind was decided, then ramped
+    # back to 1 over lr_ramp_steps. null: as many as rewind_steps.
     lr_factor: float = 0.5
     lr_floor: float = 0.1
     lr_ramp_steps: int | None = None

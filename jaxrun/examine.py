@@ -27,12 +27,15 @@ class Examined:
       first_batch, end_batch: half-open; `end_batch` may lie beyond what was discarded so far.
       reference: the loss of good batches at the same state, in nats per token; None: there were none to compare.
       sequences: (loss, batch_index, row) of every sequence, the worst first.
+      is_bounded: most of its batches are out of the band, and what follows it is not: a window of bad data, and no
+        new mixture.
     """
 
     first_batch: int
     end_batch: int
     reference: float | None
     sequences: tuple[tuple[float, int, int], ...]
+    is_bounded: bool
 
     def event(self, provenance: Callable[[int, int], Sequence[Span]]) -> dict[str, Any]:
         """As the journal has it; `provenance(batch_index, row)` says what a sequence is made of."""
@@ -64,29 +67,34 @@ def examine(
       width: half-width of the band, in nats; inf: nothing is out of band.
     """
 
-    def mean(batch: int) -> float:
-        nll, weight = losses_of(batch)
-        return float(nll.sum() / max(weight.sum(), 1.0))
-
-    good = [loss for b in references[-_REFERENCES:] if np.isfinite(loss := mean(b))]
-    reference = float(np.median(good)) if len(good) >= _FEW else None
     sequences: list[tuple[float, int, int]] = []
 
-    def look_at(batch: int) -> float:
+    def look_at(batch: int) -> float | None:
+        """Its loss, every sequence noted down; None: it has no token that counts, and can do no harm."""
         nll, weight = losses_of(batch)
         sequences.extend(
             (float(n / max(w, 1.0)), batch, row) for row, (n, w) in enumerate(zip(nll, weight, strict=True))
         )
-        return float(nll.sum() / max(weight.sum(), 1.0))
+        return float(nll.sum() / weight.sum()) if weight.sum() else None
 
-    for batch in range(first_batch, end_batch):
-        look_at(batch)
-    last = end_batch + max(_LEAST_GROWTH, end_batch - first_batch)
+    good = [loss for b in references[-_REFERENCES:] if (loss := look_at(b)) is not None and np.isfinite(loss)]
+    reference = float(np.median(good)) if len(good) >= _FEW else None
+    sequences.clear()
+
+    def is_bad(loss: float | None) -> bool:
+        if loss is None:
+            return False
+        return not (np.isfinite(loss) and (reference is None or abs(loss - reference) <= width))
+
+    bad = sum(is_bad(look_at(batch)) for batch in range(first_batch, end_batch))
+    is_bounded, last = False, end_batch + max(_LEAST_GROWTH, end_batch - first_batch)
+    mostly_bad = bad > (end_batch - first_batch) / 2
     while end_batch < last:
-        before, loss = len(sequences), look_at(end_batch)
-        if np.isfinite(loss) and (reference is None or abs(loss - reference) <= width):
+        before = len(sequences)
+        if not is_bad(look_at(end_batch)):
             del sequences[before:]
+            is_bounded = mostly_bad
             break
         end_batch += 1
     worst_first = sorted(sequences, key=lambda s: (-np.inf if np.isnan(s[0]) else -s[0], s[1], s[2]))
-    return Examined(first_batch, end_batch, reference, tuple(worst_first))
+    return Examined(first_batch, end_batch, reference, tuple(worst_first), is_bounded)

@@ -23,7 +23,7 @@ from jaxrun import checkpoint, data, giveup, launch, replicas
 from jaxrun import config as config_lib
 from jaxrun import step as step_lib
 from jaxrun.config import Config
-from jaxrun.examine import examine
+from jaxrun.examine import Examined, examine
 from jaxrun.guard import GiveUp, Guard, Question, Rebaseline, Record, Rewind, Triage, choose_checkpoint, newest_sound
 from jaxrun.history import Event, History, rewind_events
 from jaxrun.journal import is_skipped, plain, read_steps
@@ -78,6 +78,7 @@ class Recovery:
         # Whether a step was seen to repeat bit for bit here: the loop finds out before its first one.
         self.repeats = False
         self.triage: Triage | None = None
+        self.bounded = False  # whether what the triage asks about is a window of bad data that ends
 
     def start(self) -> tuple[step_lib.TrainState, Position]:
         """Where to go on: the newest sound checkpoint that is not suspect, or what a killed recovery was about."""
@@ -90,7 +91,7 @@ class Recovery:
         kind = "resume" if self.history.attempt else "start"
         self.history.write((kind, position.step, {"restore_s": time.perf_counter() - started}))
         if unfinished:
-            self.triage = self._second_run(unfinished, position)
+            self._begin_second_run(unfinished, state, position)
         elif decision := self.history.unexamined():
             self._examine(state, position, decision)
         return state, position
@@ -98,11 +99,11 @@ class Recovery:
     # -- going back ---------------------------------------------------------------------------------------------------
 
     def go_back(
-        self, state: step_lib.TrainState, position: Position, decision: Rewind | GiveUp | Rebaseline | Question
+        self, state: step_lib.TrainState, position: Position, decision: Rewind | GiveUp | Question
     ) -> tuple[step_lib.TrainState, Position] | None:
         """What follows a decision of the guard; `state` is gone afterwards. None: the run is given up."""
-        if isinstance(decision, Rebaseline | Question):
-            return self._ask_why(state, position, Question(decision.step, decision.onset_step, decision.cause))
+        if isinstance(decision, Question):
+            return self._ask_why(state, position, decision)
         findings: list[Event] = []
         if decision.cause == "hardware":  # known without a second run, and the end of one that is going on
             self.triage = None
@@ -125,7 +126,9 @@ class Recovery:
         """Goes back just before the onset, to run the same steps again before anything is discarded or eased."""
         known, stored = self.history.agreed_labels(position.guard), launch.agree(self.checkpoints.steps)
         last, self.triage = self.triage, None
-        to_step = newest_sound(known, stored, min(question.onset_step, last.to_step if last else question.step))
+        # What leads the loss unseen is before the onset: a checkpoint taken in between would hold it already.
+        onset = max(1, question.onset_step - self.config.guard.skip_margin)
+        to_step = newest_sound(known, stored, min(onset, last.to_step) if last else onset)
         log.error(
             "%s since step %d: running again from step %d to find out why",
             question.cause, question.onset_step, to_step,
@@ -136,17 +139,18 @@ class Recovery:
         symptoms = {k: first[k] for k in ("nonfinite", "devices")} if first else self._symptoms(state)
         fields = {
             "onset": question.onset_step, "from_step": position.step, "until_step": question.step, "to_step": to_step,
-            "record": first["record"] if first else self.history.attempt, "cause": question.cause, **symptoms,
+            "record": first["record"] if first else self.history.attempt, "cause": question.cause,
+            "batches": question.batches, **symptoms,
         }  # fmt: skip
         self.history.write(("triage_started", position.step, fields))
         _drop(state)
         state, position = self._restore(at_most=to_step)
         started = self.history.open_triage()
         assert started is not None
-        self.triage = self._second_run(started, position)
+        self._begin_second_run(started, state, position)
         return state, position
 
-    def _second_run(self, started: Mapping[str, Any], position: Position) -> Triage:
+    def _begin_second_run(self, started: Mapping[str, Any], state: step_lib.TrainState, position: Position) -> None:
         """The triage as the journal has it; what it compares with are the attempts before `record`."""
         first, last, attempt = position.step, started["until_step"], started["record"]
 
@@ -158,19 +162,33 @@ class Recovery:
         # In the order in which the steps were run: of each the last time.
         told = {step: (float(loss), float(norm)) for step, loss, norm in launch.agree(recorded)}
         devices = started["devices"]
-        return Triage(
+        batches: tuple[int, int] = tuple(started["batches"])  # type: ignore[assignment]
+        self.triage = Triage(
             started["onset"], started["from_step"], last, first, told, devices=devices and tuple(devices),
-            cause=started["cause"],
+            cause=started["cause"], batches=batches,
         )  # fmt: skip
+        # Asked now, while the state has seen none of it: a batch is a function of its index, the coming ones too.
+        asks = started["cause"] == "new_level" and batches[0] < batches[1]
+        self.bounded = asks and self._look_at(state, position, batches).is_bounded
 
-    def is_asking(self, decision: Rebaseline) -> bool:
-        """Whether a new level is to be asked about before it is taken for normal; if it was, this is the answer."""
-        if not (decision.after_spike and self.config.guard.triage and self.repeats):
-            return False
+    def settle(self, decision: Rebaseline, position: Position) -> Rewind | GiveUp | Question | None:
+        """Whether a higher level is taken for normal (None); asked about first; or, if the answer is that it is a
+        window of bad data, rewound after all."""
+        if not (decision.raised and self.config.guard.triage and self.repeats):
+            return None
         if self.triage is None:
-            return True
+            batches = (decision.onset_batch, position.batch_index)
+            return Question(decision.step, decision.onset_step, decision.cause, batches)
+        # An earlier one, that comes again as it came before, is answered already.
+        if decision.step < self.triage.until_step and self.triage.differs_at is None:
+            return None
+        if self.bounded:
+            position.guard, rewind = position.guard.rewind_for_window(
+                decision.step, decision.onset_step, self.triage.batches
+            )
+            return rewind
         self.history.write(self._verdict(trouble_is_back=True))
-        return False
+        return None
 
     def judged(self, record: Record, position: Position) -> GiveUp | Question | None:
         """Told of every record that the guard let pass: the end of a second run without trouble blames the machine."""
@@ -309,25 +327,16 @@ class Recovery:
     def _examine(self, state: step_lib.TrainState, position: Position, decision: Rewind) -> None:
         """Looks at the discarded batches with the restored state, and discards on while what follows is no better."""
         assert decision.skip is not None
-        losses = jax.jit(
-            self.fns.sequence_losses, out_shardings=jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-        )
-
-        def losses_of(batch_index: int) -> tuple[np.ndarray, np.ndarray]:
-            sums = jax.device_get(losses(state.params, self.batch_at(batch_index)))
-            return np.asarray(sums.nll), np.asarray(sums.weight)
-
-        first, end = decision.skip
-        windows, batch_size = self.history.windows(), self.config.train.batch_size
-        references = [b for b in range(max(0, first - 64), first) if not is_skipped(b, windows)]
-        width = position.guard.loss_width
-        found = examine(losses_of, first_batch=first, end_batch=end, references=references, width=width)
+        end = decision.skip[1]
+        found = self._look_at(state, position, decision.skip)
+        batch_size = self.config.train.batch_size
         event = found.event(lambda batch, row: self.dataset.provenance(batch, row, batch_size))
         further: list[Event] = []
         if found.end_batch > end:
             decision = decision.extended(end_batch=found.end_batch)
             further.append(("window_skipped", position.step, {"first_batch": end, "end_batch": found.end_batch}))
         position.guard = position.guard.rewound(position.step, decision)
+        width = position.guard.loss_width
         event["width"] = width if math.isfinite(width) else None
         self.history.write(*further, ("window_examined", position.step, {**event, "decision": decision.to_dict()}))
         worst = found.sequences[0]
@@ -335,6 +344,21 @@ class Recovery:
             "discarded batches %d to %d: the worst sequence has a loss of %.3f (batch %d, row %d), good ones have %s",
             found.first_batch, found.end_batch - 1, *worst, "no known loss" if found.reference is None else f"{found.reference:.3f}",
         )  # fmt: skip
+
+    def _look_at(self, state: step_lib.TrainState, position: Position, window: tuple[int, int]) -> Examined:
+        """A forward pass over the batches of a window, and on while they are out of the band."""
+        whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+        losses = jax.jit(self.fns.sequence_losses, out_shardings=whole)
+
+        def losses_of(batch_index: int) -> tuple[np.ndarray, np.ndarray]:
+            sums = jax.device_get(losses(state.params, self.batch_at(batch_index)))
+            return np.asarray(sums.nll), np.asarray(sums.weight)
+
+        first, end = window
+        windows = self.history.windows()
+        references = [b for b in range(max(0, first - 64), first) if not is_skipped(b, windows)]
+        width = position.guard.loss_width
+        return examine(losses_of, first_batch=first, end_batch=end, references=references, width=width)
 
     def _give_up(self, decision: GiveUp, findings: list[Event]) -> None:
         """Ends a run that the guard cannot help; what it saw and did is in the journal."""

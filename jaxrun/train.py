@@ -340,7 +340,7 @@ class Run:
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
-    def _judge(self, *, up_to: int) -> Rewind | GiveUp | Rebaseline | Question | None:
+    def _judge(self, *, up_to: int) -> Rewind | GiveUp | Question | None:
         """Shows the guard the records of steps up to `up_to`, and carries out what it decides short of going back."""
         self._fetch(up_to=up_to)
         at = self.position
@@ -349,8 +349,10 @@ class Run:
             self.recovery.compare(record)
             at.guard, decisions = at.guard.observe(record)
             for d in decisions:
-                if isinstance(d, Rewind | GiveUp) or (isinstance(d, Rebaseline) and self.recovery.is_asking(d)):
+                if isinstance(d, Rewind | GiveUp):
                     return d
+                if isinstance(d, Rebaseline) and (instead := self.recovery.settle(d, at)) is not None:
+                    return instead
                 log.warning("%s at step %d, onset %d", SEEN[type(d)], d.step, d.onset_step)
                 if isinstance(d, Rebaseline):
                     self._event("rebaselined", step=d.step, onset=d.onset_step)

@@ -124,6 +124,15 @@ class Guard:
         )  # fmt: skip
         return replace(self, memory=memory), decision
 
+    def rewind_for_window(self, step: int, onset_step: int, batches: tuple[int, int]) -> tuple[Guard, Rewind | GiveUp]:
+        """A rewind over a window of bad data (half-open) that had passed for a new level."""
+        skip = (max(0, batches[0] - self.cfg.skip_margin), batches[1])
+        memory, decision = policy.rewind(
+            self.memory, self.cfg, self.reach, step=step, onset_step=onset_step, onset_batch=batches[0], skip=skip,
+            cause="spike",
+        )  # fmt: skip
+        return replace(self, memory=memory), decision
+
     def rewind_by_operator(
         self, step: int, to_step: int, skip: tuple[int, int] | None, lr_scale: float
     ) -> tuple[Guard, Rewind | GiveUp]:

@@ -39,7 +39,7 @@ _FAR = 2
 # spike.
 _MAX_WEIGHT = 2
 
-Course = Literal["watch", "healing", "level", "diverging"]
+Course = Literal["watch", "healing", "back", "level", "diverging"]
 
 
 @dataclass(frozen=True)
@@ -307,18 +307,18 @@ def course(excursion: Excursion, step: int, cfg: GuardConfig, reach: Reach) -> C
     """Where an excursion is heading, by its last `patience` steps.
 
     Healing: at its pace from the one half to the other, the loss is back in the band before the excursion is
-    `max_patience` steps old. Level: the loss is in its band (only the norm, or single steps, are not) or below,
-    or has settled on a new level: as quiet as half a band, not rising by a third of one from half to half, and
-    never more than `shift_limit` above the old one. Else, where there are too few samples to say, and where the
-    loss is more than `shift_limit` below (a repeated text is learned in no time): diverging.
+    `max_patience` steps old. Back: the loss is in its band (only the norm, or single steps, are not) or below.
+    Level: it has settled on a new level above, as quiet as half a band, not rising by a third of one from half to
+    half, and never more than `shift_limit` above the old one. Else, where there are too few samples to say, and
+    where the loss is more than `shift_limit` below (a repeated text is learned in no time): diverging.
     """
     rows = [(s, value) for s, value, _ in excursion.tail if value is not None]
     recent = [row for row in rows if row[0] > step - reach.patience]
     if excursion.expected is None or not rows:
-        return "level"
+        return "back"
     if len(recent) < _FEW:
         back = abs(rows[-1][1] - excursion.expected) <= excursion.width
-        return "level" if back or not excursion.spike else "diverging"
+        return "back" if back or not excursion.spike else "diverging"
     middle = len(recent) // 2
     before = _median([value for _, value in recent[:middle]])
     late = [value for _, value in recent[middle:]]
@@ -326,7 +326,7 @@ def course(excursion: Excursion, step: int, cfg: GuardConfig, reach: Reach) -> C
     if excursion.expected - now > max(excursion.width, cfg.shift_limit * abs(excursion.expected)):
         return "diverging"
     if now - excursion.expected <= excursion.width:
-        return "level"
+        return "back"
     pace = (before - now) / (recent[middle + (len(recent) - middle) // 2][0] - recent[middle // 2][0])
     left = reach.max_patience - (step - excursion.opened_step)
     if pace * left > now - excursion.expected - excursion.width and left > 0:

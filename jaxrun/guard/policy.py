@@ -8,7 +8,7 @@
     non-finite parameters                                  Rewind
     `nonfinite_steps` non-finite losses in a row           Rewind
     `max_skips` non-finite steps within `skip_window`      Rewind
-    excursion of `patience` steps, course "level"          Rebaseline
+    excursion of `patience` steps, course "back", "level"  Rebaseline
     excursion of `patience` steps, course "diverging"      Rewind
     excursion of `patience` steps, course "healing"        nothing (at most up to `max_patience`)
     a younger spike                                        nothing (SpikeSeen at its first step)
@@ -47,7 +47,7 @@ class Past:
       from_step: the step whose record decided it.
       skip: the discarded batches, half-open; None: none.
       escalation: how many times before it the same trouble was rewound.
-      lr_scale: the factor that holds up to `from_step`; 1 is no easing.
+      lr_scale: the factor that holds up to `from_step`; 1 is no easing. See `lr_scale` for where it begins.
       cause: an operator's own rewind starts the budgets and escalations afresh.
     """
 
@@ -87,11 +87,13 @@ class SpikeSeen:
 
 @dataclass(frozen=True)
 class Rebaseline:
-    """The loss or norm has settled, and what it is now is taken for normal. After a spike, a triage may ask first."""
+    """The loss or norm has settled, and what it is now is taken for normal. `raised`: the loss is on a higher level;
+    a triage may ask why first."""
 
     step: int
     onset_step: int
-    after_spike: bool = False
+    onset_batch: int
+    raised: bool = False
     cause: ClassVar[Cause] = "new_level"
 
 
@@ -180,9 +182,8 @@ def decide(
         seen = (SpikeSeen(step, onset, verdict.onset_batch, verdict.severity),)
     if verdict.healed:
         seen = (*seen, SpikeOver(step, onset, verdict.severity))
-    if verdict.course == "level":
-        after_spike = state.excursion is not None and state.excursion.spike
-        return memory, (*seen, Rebaseline(step, onset, after_spike))
+    if verdict.course in ("back", "level"):
+        return memory, (*seen, Rebaseline(step, onset, verdict.onset_batch, raised=verdict.course == "level"))
     cause: Cause | None = None
     if not record.params_finite:
         cause = "nonfinite_params"
@@ -276,9 +277,15 @@ def discarded_batches(rewinds: Iterable[Past]) -> int:
 
 
 def lr_scale(memory: Memory, step: int, reach: Reach) -> float:
-    """The factor on the learning rate at `step`: held to where the rewind was decided, then linear to 1."""
+    """The factor on the learning rate at `step`: held to where the rewind was decided, then linear to 1.
+
+    Up to the onset the good data are replayed as they were, bit for bit; only where the same trouble has come
+    back are those steps eased too.
+    """
     scale = 1.0
     for past in memory.rewinds:
+        if past.escalation == 0 and step < past.onset_step:
+            continue
         done = min(1.0, max(0, step - past.from_step) / max(1, reach.lr_ramp_steps))
         scale = min(scale, past.lr_scale + (1.0 - past.lr_scale) * done)
     return scale

@@ -31,11 +31,13 @@ _BEGINNING = 2
 
 @dataclass(frozen=True)
 class Question:
-    """What a triage is about: the trouble that began at `onset_step` and was decided on by the record of `step`."""
+    """What a triage is about: the trouble that began at `onset_step` and was decided on by the record of `step`;
+    the batches from its first to the last that was read, half-open."""
 
     step: int
     onset_step: int
     cause: str
+    batches: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Triage:
       recorded: step -> (loss, gradient norm) of the first run.
       differs_at: the first step that came out otherwise; None: none so far.
       devices: devices whose parameters had been found to differ from their replicas'; None: none told apart.
-      cause: what the trouble looked like.
+      cause: what the trouble looked like. batches: of the `Question`.
     """
 
     onset_step: int
@@ -61,10 +63,11 @@ class Triage:
     differs_at: int | None = None
     devices: tuple[str, ...] | None = None
     cause: str = "spike"
+    batches: tuple[int, int] = (0, 0)
 
     @property
     def question(self) -> Question:
-        return Question(self.until_step, self.onset_step, self.cause)
+        return Question(self.until_step, self.onset_step, self.cause, self.batches)
 
     @property
     def began_before(self) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from pathlib import Path
 from typing import Any
 
 from jaxrun import config as config_lib
-from jaxrun import train
+from jaxrun import data, train
 from jaxrun.config import (
     CheckpointConfig,
     Config,
@@ -24,16 +25,14 @@ from jaxrun.journal import read_lines, read_steps, skipped_windows
 NUM_STEPS = 300
 
 
-def base(folder: Path, *, num_texts: int = 40) -> Config:
-    """300 steps of a one-layer model on texts that are made into `folder`."""
+def base(folder: Path) -> Config:
+    """300 steps of a one-layer model on texts of random words, which are made into `folder`."""
     corpus = folder / "corpus"
     corpus.mkdir()
-    for i in range(num_texts):
-        lines = [
-            f"line {j} of text {i}: the quick brown fox number {i * j % 17} jumps over {j % 13} dogs"
-            for j in range(200)
-        ]
-        (corpus / f"{i:02}.txt").write_text("\n".join(lines))
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 7))) for _ in range(60)]
+    for i in range(40):
+        (corpus / f"{i:02}.txt").write_text(" ".join(rng.choices(words, k=2500)))
     return Config(
         train=TrainConfig(num_steps=NUM_STEPS, batch_size=16, seq_len=32, eval_every=NUM_STEPS, eval_batches=4),
         model=ModelConfig(num_layers=1, d_model=32, num_heads=2, d_ff=64),
@@ -43,6 +42,12 @@ def base(folder: Path, *, num_texts: int = 40) -> Config:
         guard=GuardConfig(warmup=32, patience=8, replica_check_every=10),
         telemetry=TelemetryConfig(tensorboard=False, peak_flops=1e12),
     )
+
+
+def num_sequences(config: Config) -> int:
+    t = config.train
+    dataset = data.open_dataset(config.data, seq_len=t.seq_len, vocab_size=config.model.vocab_size, seed=t.seed)
+    return dataset.num_train_sequences
 
 
 def run(config: Config, workdir: Path, *, faults: str = "", accept_config_change: bool = False, **guard: Any) -> int:

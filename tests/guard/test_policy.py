@@ -163,10 +163,11 @@ def test_an_operator_s_rewind_is_outside_the_budgets_and_starts_them_afresh():
 
 def test_the_learning_rate_is_held_to_where_trouble_was_decided_and_then_ramped_back():
     memory = Memory((policy.Past(3000, 3060, (0, 60), 0, 0.5, "spike"),))
-    scales = [policy.lr_scale(memory, step, REACH) for step in (2000, 3060, 3560, 4060, 9000)]
-    assert scales == [0.5, 0.5, 0.75, 1.0, 1.0]
+    scales = [policy.lr_scale(memory, step, REACH) for step in (2999, 3000, 3060, 3560, 4060, 9000)]
+    assert scales == [1.0, 0.5, 0.5, 0.75, 1.0, 1.0]  # up to the onset, the steps are what they were
     both = Memory((*memory.rewinds, policy.Past(3500, 3560, (100, 160), 1, 0.25, "spike")))
     assert policy.lr_scale(both, 3560, REACH) == 0.25
+    assert policy.lr_scale(both, 2000, REACH) == 0.25  # it came back: what led to it is eased too
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_a_rewind_takes_statistics_back_and_keeps_memory():
     rewind = rewind.extended(end_batch=rewind.skip[1] + 7)
     restored = Guard.from_dict(saved, CFG, NUM_STEPS).rewound(200, rewind)
     assert restored.state == at_200.state
-    assert restored.lr_scale(250) == 0.5
+    assert (restored.lr_scale(300), restored.lr_scale(301)) == (1.0, 0.5)
     assert restored.memory.rewinds[-1].skip == rewind.skip
     assert restored.rewound(200, rewind) is restored
     later = Guard.from_dict(restored.to_dict(), CFG, NUM_STEPS)
@@ -239,7 +240,7 @@ def test_a_rewind_to_step_0_starts_with_nothing_seen():
     _, decisions = feed([NAN, NAN, NAN])
     fresh = Guard.new(CFG, NUM_STEPS).rewound(0, decisions[-1])
     assert fresh.state == State()
-    assert fresh.lr_scale(1) == 0.5
+    assert fresh.lr_scale(1) == 0.5  # the onset
 
 
 def test_statistics_after_the_target_are_dropped():
@@ -373,7 +374,7 @@ def test_whatever_happens_the_run_ends_or_gives_up_within_its_budgets(plan):
             skipped.append(rewind.skip)
             assert policy.discarded_batches(guard.memory.rewinds) <= guard.reach.max_discarded_batches
             assert len(guard.memory.rewinds) == len(skipped)
-            assert cfg.lr_floor <= guard.lr_scale(step + 1) < 1
+            assert cfg.lr_floor <= guard.lr_scale(rewind.onset_step) < 1
         if step % 20 == 0:
             saves[step] = (guard, batch)
     assert guard.verdict.kind == "ok" or guard.state.excursion is not None

@@ -1,0 +1,192 @@
+"""A recovery that is itself disturbed: killed, without a checkpoint, across an epoch, twice over, on several processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrun import checkpoint, train
+from jaxrun import config as config_lib
+from jaxrun.config import Config
+from jaxrun.journal import read_lines, skipped_windows
+
+from . import rehearsal
+from .rehearsal import (
+    assert_every_batch_is_accounted_for,
+    clean_steps,
+    eval_loss,
+    events,
+    run,
+    same_series,
+    verdicts,
+    window,
+)
+
+pytestmark = pytest.mark.slow
+
+
+def start(config: Config, workdir: Path, **environment: str) -> subprocess.Popen[bytes]:
+    """A `jaxrun train` of its own, on one device unless `environment` says otherwise."""
+    path = workdir.with_suffix(".json")
+    path.write_text(config_lib.to_json(config))
+    command = [sys.executable, "-m", "jaxrun.cli", "train", "--config", str(path), "--workdir", str(workdir)]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", **environment}
+    return subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
+
+
+def kill_when(process: subprocess.Popen[bytes], workdir: Path, kind: str) -> None:
+    deadline = time.monotonic() + 300
+    while not events(workdir, kind):
+        assert process.poll() is None, f"it ended before {kind}"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def shorter(base: Config, num_steps: int, **train_changes: Any) -> Config:
+    return dataclasses.replace(
+        base, train=dataclasses.replace(base.train, num_steps=num_steps, eval_every=num_steps, **train_changes)
+    )
+
+
+@pytest.fixture(scope="module")
+def left_alone(base: Config, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
+    """A run that goes back over a poisoned window, and that nobody kills."""
+    config = dataclasses.replace(shorter(base, 100), faults="poison@60+12:range")
+    workdir = tmp_path_factory.mktemp("alone") / "run"
+    assert start(config, workdir).wait(timeout=300) == 0
+    assert verdicts(workdir) == ["data"]
+    return config, workdir
+
+
+@pytest.mark.parametrize("kind", ["triage_started", "rewind", "window_examined"])
+def test_killed_in_the_middle_of_a_recovery_the_next_start_ends_the_same(
+    left_alone: tuple[Config, Path], tmp_path: Path, kind: str
+) -> None:
+    config, alone = left_alone
+    workdir = tmp_path / "run"
+    kill_when(start(config, workdir), workdir, kind)
+    assert start(config, workdir).wait(timeout=300) == 0
+    assert same_series(workdir, alone)
+    assert window(workdir) == window(alone)
+    assert eval_loss(workdir) == eval_loss(alone)
+    ends = [checkpoint.read(w / "checkpoints" / "100") for w in (workdir, alone)]
+    assert ends[0].arrays == ends[1].arrays
+    assert ends[0].host_state == ends[1].host_state
+
+
+def test_killed_while_it_runs_again_to_find_out_why_it_still_blames_the_machine(base: Config, tmp_path: Path) -> None:
+    config = dataclasses.replace(shorter(base, 100), faults="bitflip@65:device=0")
+    workdir, sound = tmp_path / "run", tmp_path / "sound"
+    kill_when(start(config, workdir), workdir, "triage_started")
+    assert start(config, workdir).wait(timeout=300) == 0
+    assert verdicts(workdir) == ["hardware"]
+    assert not events(workdir, "window_skipped")
+    assert start(dataclasses.replace(config, faults=""), sound).wait(timeout=300) == 0
+    assert same_series(workdir, sound)
+
+
+def test_a_spike_right_after_a_resume_is_seen(base: Config, tmp_path: Path) -> None:
+    config = dataclasses.replace(shorter(base, 150), faults="kill@91,poison@92+12:range")
+    assert start(config, tmp_path / "run").wait(timeout=300) == -signal.SIGKILL
+    assert start(config, tmp_path / "run").wait(timeout=300) == 0
+    workdir = tmp_path / "run"
+    (resume,) = events(workdir, "resume")
+    assert resume["step"] <= 90
+    assert min(e["step"] for e in events(workdir, "spike")) <= 97
+    assert window(workdir)[1] == 104
+    assert_every_batch_is_accounted_for(workdir)
+
+
+@pytest.mark.parametrize("every", [0, 200])
+def test_trouble_before_the_first_checkpoint_goes_back_to_the_start(base: Config, tmp_path: Path, every: int) -> None:
+    config = dataclasses.replace(shorter(base, 100), checkpoint=dataclasses.replace(base.checkpoint, every=every))
+    assert run(config, tmp_path, faults="nan_loss@50+4") == train.FINISHED
+    (rewind,) = events(tmp_path, "rewind")
+    assert rewind["to_step"] == 0
+    assert window(tmp_path)[1] == 54
+    assert_every_batch_is_accounted_for(tmp_path)
+
+
+def test_a_window_across_an_epoch_s_end_is_left_out_of_both_epochs(base: Config, tmp_path: Path) -> None:
+    epoch = rehearsal.num_sequences(base) // base.train.batch_size
+    few = 1 + epoch // 90  # sequences of the same text, longer, so that an epoch ends after some 90 batches
+    config = shorter(base, 200, seq_len=base.train.seq_len * few)
+    config = dataclasses.replace(config, optim=dataclasses.replace(base.optim, peak_lr=1e-3))
+    end = rehearsal.num_sequences(config) / config.train.batch_size
+    first = int(end) - 6
+    assert 60 < first < 120
+    assert run(config, tmp_path, faults=f"nan_loss@{first}+12", skip_margin=0) == train.FINISHED
+    found = window(tmp_path)
+    assert first - 6 <= found[0] <= first  # a departure of the norm may have come before
+    assert found[1] == first + 12
+    assert_every_batch_is_accounted_for(tmp_path)
+
+
+def test_two_windows_that_overlap_are_one_and_no_batch_in_them_comes_back(base: Config, tmp_path: Path) -> None:
+    assert run(base, tmp_path, faults="nan_loss@100+6,poison@104+30:range", patience=8) == train.FINISHED
+    (found,) = skipped_windows(events(tmp_path, "window_skipped"))
+    assert found[0] <= 100
+    assert found[1] >= 134
+    assert_every_batch_is_accounted_for(tmp_path)
+
+
+def test_trouble_that_comes_back_goes_back_further_and_eases_more(
+    base: Config, undisturbed: Path, tmp_path: Path
+) -> None:
+    faults = "poison@150+10:range,poison@175+10:range"
+    config = dataclasses.replace(base, checkpoint=dataclasses.replace(base.checkpoint, keep=20))
+    assert run(config, tmp_path, faults=faults) == train.FINISHED
+    first, second = events(tmp_path, "rewind")
+    assert (first["decision"]["escalation"], second["decision"]["escalation"]) == (0, 1)
+    assert second["onset"] - second["to_step"] > first["onset"] - first["to_step"]
+    scales = [e["scale"] for e in events(tmp_path, "lr_scaled")]
+    assert scales == [0.5, 0.25]
+    used = {batch for _, _, batch, _ in clean_steps(tmp_path).values()}
+    assert used.isdisjoint({*range(150, 160), *range(175, 185)})
+    assert_every_batch_is_accounted_for(tmp_path)
+
+
+@pytest.mark.multiprocess
+def test_a_nan_on_one_of_two_processes_is_skipped_and_rewound_by_both(base: Config, tmp_path: Path) -> None:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        address = {"JAX_COORDINATOR_ADDRESS": f"localhost:{s.getsockname()[1]}", "JAX_NUM_PROCESSES": "2"}
+    faults = "nan_loss@40:process=1,nan_loss@60+6:process=1"
+    config = dataclasses.replace(shorter(base, 100), faults=faults)
+    both = [start(config, tmp_path / "run", **address, JAX_PROCESS_ID=str(n)) for n in range(2)]
+    assert [p.wait(timeout=500) for p in both] == [0, 0]
+    workdir = tmp_path / "run"
+    assert events(workdir, "update_skipped")[0]["batch_index"] == 40
+    assert verdicts(workdir) == ["data"]
+    assert window(workdir)[1] == 66
+    assert_every_batch_is_accounted_for(workdir)
+
+
+@settings(max_examples=6)
+@given(data=st.data())
+def test_whatever_happens_no_batch_is_lost_or_used_twice(base: Config, tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:  # fmt: skip
+    kinds = ["nan_loss@{}+{}", "inf_grad@{}+{}:0", "poison@{}+{}:range", "poison@{}+{}:repeat", "lr_spike@{}+{}:x20"]
+    parts = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        kind = data.draw(st.sampled_from(kinds))
+        parts.append(kind.format(data.draw(st.integers(5, 110)), data.draw(st.integers(1, 12))))
+    workdir = tmp_path_factory.mktemp("any")
+    config = shorter(base, 130)
+    code = run(config, workdir, faults=",".join(dict.fromkeys(parts)), discard=data.draw(st.sampled_from(["window", "since_checkpoint"])))  # fmt: skip
+    assert code in (train.FINISHED, train.GAVE_UP)
+    if code == train.FINISHED:
+        assert_every_batch_is_accounted_for(workdir)
+    assert all(isinstance(e["kind"], str) for e in read_lines(workdir / "events.jsonl"))
