@@ -221,10 +221,10 @@ class Run:
         state = self._strike(state)
         self.profile.before(at.step + 1, state)
         flown = InFlight(at.step + 1, batch_index, at.guard.lr_scale(at.step + 1), at.guard.grad_limit)
-        if g.spot_check_every and flown.step % g.spot_check_every == 0:
+        if g.enabled and g.spot_check_every and flown.step % g.spot_check_every == 0:
             state, flown.again = self._without_update(train_step, state, batch, flown)
         state, flown.metrics = train_step(state, batch, self._controls(flown, flown.grad_limit))
-        if self.copies and g.replica_check_every and flown.step % g.replica_check_every == 0:
+        if g.enabled and self.copies and g.replica_check_every and flown.step % g.replica_check_every == 0:
             flown.hashes = self.copies.hashes(state)
         at.step, at.batch_index = flown.step, batch_index + 1
         self.in_flight.append(flown)

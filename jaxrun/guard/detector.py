@@ -3,7 +3,8 @@
 A *baseline* is a line through a window of accepted samples, fitted by medians: location, slope and scale do
 not move for a minority of bad samples, and a sample outside the band never enters the window. The line may
 follow the loss down freely, but is never extrapolated upwards, and climbs at most `max_climb` above the
-lowest level it has had; so a slow divergence leaves the band like a fast one. The gradient norm is judged by
+lowest level it has had; so a slow divergence leaves the band like a fast one, and where the noise hides it, the
+median of the last losses shows it. The gradient norm is judged by
 its logarithm.
 
 A departure opens an *excursion*, whose first step is the onset. Departures add evidence, steps back in the
@@ -33,6 +34,9 @@ _FEW = 8
 # A curve that bends leaves residuals about its line that are no noise: the scale is at most so many times that of as
 # many last samples about a line of their own (or of the last quarter, where that is more).
 _BEND, _LATE = 1.5, 32
+# A median of n normal samples varies by 1.25 / sqrt(n) of what one of them does (asymptotically: pi / 2 is the ratio
+# of the variances).
+_MEDIAN_ERROR = 1.25
 # Far out is beyond so many times the width of the band.
 _FAR = 2
 # What one step can weigh: less than any spike_evidence that config accepts, so that no single step is a
@@ -117,7 +121,7 @@ class Excursion:
 
     onset_step: int
     onset_batch: int
-    # Its first step out of the band: the onset, unless the loss had crept up to the edge before.
+    # Its first step out of the band: the onset, unless the loss had crept up before.
     opened_step: int
     # The loss expected, and the half-width of its band, at the onset; None where no loss was known by then.
     expected: float | None
@@ -130,6 +134,8 @@ class Excursion:
     # The largest excess of the loss over `expected`, in nats.
     peak: float = 0.0
     decided: bool = False
+    # Opened by a climb that no single step showed: `width` is that of a median, and steps are as noisy as ever.
+    climb: bool = False
     # (step, loss, log norm) of its finite samples, the last `window` of them.
     tail: tuple[tuple[int, float | None, float | None], ...] = ()
 
@@ -139,6 +145,8 @@ class State:
     loss: Baseline = Baseline()
     log_norm: Baseline = Baseline()
     excursion: Excursion | None = None
+    # (step, loss) of the last `_LATE` finite losses, in band or not.
+    late: tuple[tuple[int, float], ...] = ()
     last_step: int | None = None
     last_batch: int = 0
     # The last step that belonged to a spike or was not finite.
@@ -166,6 +174,7 @@ class State:
             loss=baseline(tree["loss"]),
             log_norm=baseline(tree["log_norm"]),
             excursion=excursion,
+            late=tuple((step, loss) for step, loss in tree.get("late", ())),
             last_step=tree["last_step"],
             last_batch=tree["last_batch"],
             trouble_step=tree["trouble_step"],
@@ -222,21 +231,21 @@ def observe(state: State, record: Record, cfg: GuardConfig, reach: Reach) -> tup
     _, norm_expected, norm_width = _band(state.log_norm.line, step, cfg, relative=False)
     norm_excess = 0.0 if log_norm is None else max(log_norm - norm_expected, 0.0)
 
-    high = nonfinite or excess > width or norm_excess > norm_width
-    weight = _MAX_WEIGHT if nonfinite else _weight(excess, width) + _weight(norm_excess, norm_width)
+    late = state.late if loss is None else (*state.late, (step, loss))[-_LATE:]
+    climb = _has_climbed(state.loss.line, late, cfg)
+
+    high = nonfinite or excess > width or norm_excess > norm_width or climb
+    weight = _MAX_WEIGHT if nonfinite else max(_weight(excess, width), climb) + _weight(norm_excess, norm_width)
     # A row of a log that leaves steps out stands for more than one of them.
     weight = min(weight, _MAX_WEIGHT) * min(gap, _MAX_WEIGHT)
 
     limit_skips = _since(state.limit_skips, step - cfg.skip_window)
-    nonfinite_skips = _since(state.nonfinite_skips, step - cfg.skip_window)
-    if nonfinite:
-        nonfinite_skips = (*nonfinite_skips, step)
-    elif record.skip_reason == "grad_limit":
-        limit_skips = (*limit_skips, step)
+    limit_skips += (step,) if record.skip_reason == "grad_limit" and not nonfinite else ()
+    nonfinite_skips = _since(state.nonfinite_skips, step - cfg.skip_window) + ((step,) if nonfinite else ())
 
     excursion = state.excursion
     if excursion is None and weight:
-        excursion = _open(state, record, cfg, expected, width)
+        excursion = _open(state, record, cfg, expected, width, climb=climb and not nonfinite and excess <= width)
     first = healed = False
     if excursion is not None:
         was_spike = excursion.spike
@@ -270,6 +279,7 @@ def observe(state: State, record: Record, cfg: GuardConfig, reach: Reach) -> tup
         loss=_accept(state.loss, record, loss, cfg) if accept else state.loss,
         log_norm=_accept(state.log_norm, record, log_norm, cfg) if low_norm and not spike else state.log_norm,
         excursion=excursion,
+        late=late,
         last_step=step,
         last_batch=record.batch_index,
         trouble_step=step if (spike and weight) or nonfinite else state.trouble_step,
@@ -310,7 +320,8 @@ def course(excursion: Excursion, step: int, cfg: GuardConfig, reach: Reach) -> C
     `max_patience` steps old. Back: the loss is in its band (only the norm, or single steps, are not) or below.
     Level: it has settled on a new level above, as quiet as half a band, not rising by a third of one from half to
     half, and never more than `shift_limit` above the old one. Else, where there are too few samples to say, and
-    where the loss is more than `shift_limit` below (a repeated text is learned in no time): diverging.
+    where the loss is more than `shift_limit` below (a repeated text is learned in no time): diverging. A climb under
+    noise is judged by its medians alone.
     """
     rows = [(s, value) for s, value, _ in excursion.tail if value is not None]
     recent = [row for row in rows if row[0] > step - reach.patience]
@@ -325,15 +336,33 @@ def course(excursion: Excursion, step: int, cfg: GuardConfig, reach: Reach) -> C
     now = _median(late)
     if excursion.expected - now > max(excursion.width, cfg.shift_limit * abs(excursion.expected)):
         return "diverging"
-    if now - excursion.expected <= excursion.width:
-        return "back"
-    pace = (before - now) / (recent[middle + (len(recent) - middle) // 2][0] - recent[middle // 2][0])
     left = reach.max_patience - (step - excursion.opened_step)
+    if now - excursion.expected <= excursion.width:
+        # What falls through the band is not back in it yet.
+        return "healing" if before - now > excursion.width and left > 0 else "back"
+    pace = (before - now) / (recent[middle + (len(recent) - middle) // 2][0] - recent[middle // 2][0])
     if pace * left > now - excursion.expected - excursion.width and left > 0:
         return "healing"
     spread = _MAD_TO_SIGMA * _median([abs(value - now) for value in late])
-    quiet = spread <= excursion.width / 2 and now - before <= excursion.width / 3
-    return "level" if quiet and severity(excursion) <= cfg.shift_limit else "diverging"
+    if excursion.climb:
+        error = _MEDIAN_ERROR * spread * math.sqrt(2 / len(late))  # of the difference of two medians
+        quiet = now - before <= max(excursion.width / 8, 2 * error)
+        worst = now - excursion.expected  # not the peak, which is that of the noise
+    else:
+        quiet = spread <= excursion.width / 2 and now - before <= excursion.width / 3
+        worst = excursion.peak
+    return "level" if quiet and worst <= cfg.shift_limit * abs(excursion.expected) else "diverging"
+
+
+def is_stuck(state: State, record: Record, cfg: GuardConfig) -> bool:
+    """Whether a spike can neither heal nor get worse: so many of its updates were skipped for their norm that the
+    limit is to be lifted, and the loss is still above the band."""
+    excursion = state.excursion
+    if excursion is None or not excursion.spike or len(state.limit_skips) < cfg.max_skips:
+        return False
+    if excursion.expected is None or record.loss is None or not math.isfinite(record.loss):
+        return False
+    return record.loss - excursion.expected > excursion.width
 
 
 def rebaseline(state: State, reach: Reach) -> State:
@@ -345,7 +374,7 @@ def rebaseline(state: State, reach: Reach) -> State:
     rows = recent if len(recent) >= _FEW else list(excursion.tail)
     loss = _restart(state, [(s, value) for s, value, _ in rows if value is not None])
     log_norm = _restart(state, [(s, value) for s, _, value in rows if value is not None])
-    return replace(state, loss=loss, log_norm=log_norm, excursion=None, limit_skips=())
+    return replace(state, loss=loss, log_norm=log_norm, excursion=None, late=(), limit_skips=())
 
 
 def decided(state: State) -> State:
@@ -363,7 +392,8 @@ def truncated(state: State, step: int) -> State:
         return _restart(state, list(zip(baseline.steps[:keep], baseline.values[:keep], strict=True)))
 
     return replace(
-        state, loss=cut(state.loss), log_norm=cut(state.log_norm), excursion=None, last_step=step or None,
+        state, loss=cut(state.loss), log_norm=cut(state.log_norm), excursion=None,
+        late=tuple(row for row in state.late if row[0] <= step), last_step=step or None,
         last_batch=state.last_batch - max((state.last_step or step) - step, 0), nonfinite_run=0,
         trouble_step=None if state.trouble_step is None else min(state.trouble_step, step),
         limit_skips=(), nonfinite_skips=(),
@@ -395,12 +425,26 @@ def _since(steps: tuple[int, ...], oldest: int) -> tuple[int, ...]:
     return steps if not steps or steps[0] > oldest else tuple(s for s in steps if s > oldest)
 
 
-def _open(state: State, record: Record, cfg: GuardConfig, expected: float, width: float) -> Excursion:
+def _climb_width(line: Line, cfg: GuardConfig) -> float:
+    """How far above its best the median of the last losses may be, in nats."""
+    return max(cfg.max_climb * abs(line.best), cfg.outlier_sigma * line.scale * _MEDIAN_ERROR / math.sqrt(_LATE))
+
+
+def _has_climbed(line: Line | None, late: tuple[tuple[int, float], ...], cfg: GuardConfig) -> bool:
+    """Whether the loss has risen, though no single step shows it: a slow divergence under noise."""
+    if line is None or len(late) < _LATE:
+        return False
+    return _median([loss for _, loss in late]) - line.best > _climb_width(line, cfg)
+
+
+def _open(state: State, record: Record, cfg: GuardConfig, expected: float, width: float, *, climb: bool) -> Excursion:
     line = state.loss.line
     if line is None:
         return Excursion(record.step, record.batch_index, record.step, None, 0.0)
-    climb = max(cfg.max_climb * abs(line.best), cfg.outlier_sigma * line.scale)
-    if expected - line.best > climb / 2:
+    if climb:
+        return Excursion(line.low_step, line.low_batch, record.step, line.best, _climb_width(line, cfg), climb=True)
+    edge = max(cfg.max_climb * abs(line.best), cfg.outlier_sigma * line.scale)
+    if expected - line.best > edge / 2:
         # The trouble of a loss that has crept up to the edge began where it was last low, not where it left.
         return Excursion(line.low_step, line.low_batch, record.step, line.best, width)
     return Excursion(record.step, record.batch_index, record.step, expected, width)

@@ -8,6 +8,7 @@
     non-finite parameters                                  Rewind
     `nonfinite_steps` non-finite losses in a row           Rewind
     `max_skips` non-finite steps within `skip_window`      Rewind
+    a spike in which as many were skipped for their norm   Rewind, or Rebaseline up to `shift_limit`
     excursion of `patience` steps, course "back", "level"  Rebaseline
     excursion of `patience` steps, course "diverging"      Rewind
     excursion of `patience` steps, course "healing"        nothing (at most up to `max_patience`)
@@ -32,6 +33,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from jaxrun.config import GuardConfig
+from jaxrun.guard import detector
 from jaxrun.guard.detector import Record, State, Verdict
 from jaxrun.guard.reach import Reach
 
@@ -182,8 +184,11 @@ def decide(
         seen = (SpikeSeen(step, onset, verdict.onset_batch, verdict.severity),)
     if verdict.healed:
         seen = (*seen, SpikeOver(step, onset, verdict.severity))
-    if verdict.course in ("back", "level"):
-        return memory, (*seen, Rebaseline(step, onset, verdict.onset_batch, raised=verdict.course == "level"))
+    stuck = detector.is_stuck(state, record, cfg)
+    bearable = verdict.severity <= cfg.shift_limit
+    if verdict.course in ("back", "level") or (stuck and bearable and verdict.course != "diverging"):
+        raised = stuck or verdict.course == "level"
+        return memory, (*seen, Rebaseline(step, onset, verdict.onset_batch, raised))
     cause: Cause | None = None
     if not record.params_finite:
         cause = "nonfinite_params"
@@ -191,7 +196,7 @@ def decide(
         cause = "nonfinite_loss"
     elif len(state.nonfinite_skips) >= cfg.max_skips:
         cause = "nonfinite_skips"
-    elif verdict.course == "diverging":
+    elif verdict.course == "diverging" or stuck:
         cause = "spike"
     if cause is None or verdict.decided:
         return memory, seen

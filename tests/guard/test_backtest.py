@@ -106,7 +106,7 @@ def test_the_command_says_what_would_have_been_done_and_takes_overrides(tmp_path
     early = capsys.readouterr().out
     assert "rewind          onset 301" in early
     assert "1 rewinds" in early
-    assert backtest.main([str(path), "--config.guard.patience=200"]) == 0
+    assert backtest.main([str(path), "--config.guard.patience=200", "--config.guard.max_skips=100"]) == 0
     assert "0 rewinds" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"config\.guard\.patienc"):
         backtest.main([str(path), "--config.guard.patienc=200"])

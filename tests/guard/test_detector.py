@@ -1,5 +1,6 @@
 import json
 import math
+import random
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from jaxrun.config import GuardConfig
 from jaxrun.guard import Guard, Rebaseline, Record, Rewind, SpikeOver, SpikeSeen, detector
 
+CFG = GuardConfig()
 CALM = healthy(300)
 
 
@@ -75,12 +77,50 @@ def test_a_spike_still_on_its_way_back_after_the_patience_gets_more_of_it():
 
 
 def test_a_divergence_that_never_comes_back_is_rewound_once_after_the_patience():
-    rise = [(min(7.5, 2.2 + 0.2 * i) + 0.3 * math.sin(i), 3.0) for i in range(1, 300)]
+    rise = [(min(7.5, 2.2 + 0.2 * i) + 0.3 * math.sin(i), 0.8) for i in range(1, 300)]
     _, decisions = feed([*CALM, *rise])
     assert kinds(decisions)[:2] == [SpikeSeen, Rewind]
     assert sum(kind is Rewind for kind in kinds(decisions)) == 1
     assert decisions[1].onset_step <= 302
     assert 50 <= decisions[1].step - 300 <= 55
+
+
+def test_a_spike_whose_updates_are_all_skipped_stands_still_and_is_not_waited_for():
+    _, decisions = feed([*CALM, *[(8.4, 100.0)] * 100])
+    assert kinds(decisions)[:2] == [SpikeSeen, Rewind]
+    assert decisions[1].step == 300 + CFG.max_skips
+
+
+def test_a_level_whose_norms_are_all_above_the_limit_is_asked_about_and_becomes_the_normal():
+    _, decisions = feed([*CALM, *[(2.9, 100.0)] * 100])
+    assert kinds(decisions) == [SpikeSeen, Rebaseline]
+    assert decisions[1].step == 300 + CFG.max_skips
+    assert decisions[1].raised
+
+
+def test_a_loss_that_falls_to_nothing_is_no_new_level():
+    _, decisions = feed([*CALM, *[(0.01, 0.02)] * 100])
+    assert Rewind in kinds(decisions)
+    assert next(d for d in decisions if isinstance(d, Rewind)).onset_step == 301
+
+
+def test_what_falls_through_the_band_is_not_back_in_it():
+    fall = [(8.0 - 0.15 * i, 0.8) for i in range(50)]  # a repeated text, being learned by heart
+    _, decisions = feed([*CALM, *fall, *[(0.3, 0.8)] * 60])
+    assert kinds(decisions)[:2] == [SpikeSeen, Rewind]
+
+
+def test_a_climb_that_noise_hides_from_every_single_step_is_seen_and_its_onset_is_where_it_began():
+    rng = random.Random(1)
+    noisy = [(2.2 + rng.gauss(0, 0.12), 0.25) for _ in range(300)]
+    rise = [(2.2 * 1.002 ** min(i, 90) + rng.gauss(0, 0.12), 0.25) for i in range(300)]
+    _, decisions = feed([*noisy, *rise])
+    seen = decisions[0]
+    assert isinstance(seen, SpikeSeen)
+    assert 340 <= seen.step <= 420
+    assert 250 <= seen.onset_step <= 330
+    _, decisions = feed(noisy * 4)
+    assert decisions == []
 
 
 @pytest.mark.parametrize("growth", [1.05, 1.01, 1.003, 1.002])
