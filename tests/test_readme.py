@@ -15,6 +15,7 @@ from jaxrun import config as config_lib
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+GUARD = (ROOT / "docs" / "guard.md").read_text()
 # A model so small that the commands are what is tested.
 TINY = [
     "--config.model.num_layers=1", "--config.model.d_model=16", "--config.model.num_heads=2", "--config.model.d_ff=32",
@@ -22,17 +23,18 @@ TINY = [
 ]  # fmt: skip
 
 
-def commands() -> list[str]:
-    blocks = re.findall(r"```sh\n(.*?)```", README, re.S)
+def commands(text: str) -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.S)
     lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if line.startswith("jaxrun ")]
 
 
 @pytest.mark.slow
-def test_every_command_in_the_readme_runs(tmp_path: Path) -> None:
-    assert len(commands()) >= 8
-    for command in commands():
-        words = shlex.split(command.replace("runs/a", str(tmp_path / "run")))
+def test_every_command_in_the_readme_and_the_docs_runs(tmp_path: Path) -> None:
+    assert len(commands(README)) >= 8
+    assert len(commands(GUARD)) >= 5
+    for command in commands(README) + commands(GUARD):
+        words = shlex.split(command.replace("runs/a", str(tmp_path / "run")).replace("deny.txt", str(tmp_path / "deny")))
         extra = [*TINY, f"--config.data.cache_dir={tmp_path / 'cache'}"] if words[1] == "train" else []
         done = subprocess.run(
             [sys.executable, "-m", "jaxrun.cli", *words[1:], *extra],
