@@ -34,7 +34,9 @@ def test_every_command_in_the_readme_and_the_docs_runs(tmp_path: Path) -> None:
     assert len(commands(README)) >= 8
     assert len(commands(GUARD)) >= 5
     for command in commands(README) + commands(GUARD):
-        words = shlex.split(command.replace("runs/a", str(tmp_path / "run")).replace("deny.txt", str(tmp_path / "deny")))
+        words = shlex.split(
+            command.replace("runs/a", str(tmp_path / "run")).replace("deny.txt", str(tmp_path / "deny"))
+        )
         extra = [*TINY, f"--config.data.cache_dir={tmp_path / 'cache'}"] if words[1] == "train" else []
         done = subprocess.run(
             [sys.executable, "-m", "jaxrun.cli", *words[1:], *extra],

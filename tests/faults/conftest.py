@@ -20,3 +20,11 @@ def undisturbed(base: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert rehearsal.run(base, workdir) == train.FINISHED
     assert not rehearsal.events(workdir, "spike", "rewind", "update_skipped", "triage", "replica_mismatch")
     return workdir
+
+
+@pytest.fixture(scope="session")
+def undisturbed_on_four(base: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same on four devices, which all hold a copy of the parameters."""
+    workdir = tmp_path_factory.mktemp("undisturbed_on_four")
+    assert rehearsal.run(base, workdir, devices=4) == train.FINISHED
+    return workdir

@@ -1,15 +1,18 @@
-"""Rehearsals: tiny real runs with a `faults` section, in this process, and what they leave behind."""
+"""Rehearsals: tiny real runs with a `faults` section, each a process of its own, and what they leave behind."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from jaxrun import config as config_lib
-from jaxrun import data, train
+from jaxrun import data
 from jaxrun.config import (
     CheckpointConfig,
     Config,
@@ -50,13 +53,22 @@ def num_sequences(config: Config) -> int:
     return dataset.num_train_sequences
 
 
-def run(config: Config, workdir: Path, *, faults: str = "", accept_config_change: bool = False, **guard: Any) -> int:
-    """Trains to the end of the run, or to where it gives up; the exit code."""
+def run(config: Config, workdir: Path, *, faults: str = "", devices: int = 1, **guard: Any) -> int:
+    """A `jaxrun train` process from start to end; its exit code."""
     config = dataclasses.replace(
         config, guard=dataclasses.replace(config.guard, **guard), faults=faults or config.faults
     )
-    config = config_lib.validate(config_lib.to_dict(config))
-    return train.train(config, workdir, accept_config_change=accept_config_change)
+    with start(config, workdir, devices=devices) as process:
+        return process.wait(timeout=300)
+
+
+def start(config: Config, workdir: Path, *, devices: int = 1, **environment: str) -> subprocess.Popen[bytes]:
+    path = workdir.with_suffix(".json")
+    path.write_text(config_lib.to_json(config))
+    command = [sys.executable, "-m", "jaxrun.cli", "train", "--config", str(path), "--workdir", str(workdir)]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), **environment}
+    # What it says is in train.log as well.
+    return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def events(workdir: Path, *kinds: str) -> list[dict[str, Any]]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrun import checkpoint, train
-from jaxrun import config as config_lib
 from jaxrun.config import Config
 from jaxrun.journal import read_lines, skipped_windows
 
@@ -29,20 +26,12 @@ from .rehearsal import (
     events,
     run,
     same_series,
+    start,
     verdicts,
     window,
 )
 
 pytestmark = pytest.mark.slow
-
-
-def start(config: Config, workdir: Path, **environment: str) -> subprocess.Popen[bytes]:
-    """A `jaxrun train` of its own, on one device unless `environment` says otherwise."""
-    path = workdir.with_suffix(".json")
-    path.write_text(config_lib.to_json(config))
-    command = [sys.executable, "-m", "jaxrun.cli", "train", "--config", str(path), "--workdir", str(workdir)]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", **environment}
-    return subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
 
 
 def kill_when(process: subprocess.Popen[bytes], workdir: Path, kind: str) -> None:

@@ -90,11 +90,10 @@ def test_a_discarded_window_is_named_by_documents_with_the_loss_of_each_sequence
 def test_a_flipped_exponent_bit_is_blamed_on_the_machine_and_leaves_no_trace_in_the_series(
     base: Config, undisturbed: Path, tmp_path: Path
 ) -> None:
-    assert run(base, tmp_path, faults="bitflip@123:device=3") == train.FINISHED
-    assert [e["fault"] for e in events(tmp_path, "fault")] == ["bitflip@123:device=3"]
+    assert run(base, tmp_path, faults="bitflip@123:device=0") == train.FINISHED
+    assert [e["fault"] for e in events(tmp_path, "fault")] == ["bitflip@123:device=0"]
     (triage,) = events(tmp_path, "triage")
-    assert triage["verdict"] == "hardware"
-    assert [device for device in triage["devices"] if device.endswith("3")] == triage["devices"]
+    assert (triage["verdict"], triage["devices"]) == ("hardware", None)
     (rewind,) = events(tmp_path, "rewind")
     assert rewind["cause"] == "hardware"
     assert not events(tmp_path, "window_skipped", "lr_scaled")
@@ -102,18 +101,28 @@ def test_a_flipped_exponent_bit_is_blamed_on_the_machine_and_leaves_no_trace_in_
     assert eval_loss(tmp_path) == eval_loss(undisturbed)
 
 
+def test_where_copies_tell_devices_apart_the_one_that_flipped_is_named(
+    base: Config, undisturbed_on_four: Path, tmp_path: Path
+) -> None:
+    assert run(base, tmp_path, faults="bitflip@123:device=2", devices=4) == train.FINISHED
+    (triage,) = events(tmp_path, "triage")
+    assert triage["verdict"] == "hardware"
+    assert [device[-1] for device in triage["devices"]] == ["2"]
+    assert not events(tmp_path, "window_skipped", "lr_scaled")
+    assert same_series(tmp_path, undisturbed_on_four)
+
+
 def test_a_copy_that_differs_in_a_bit_nobody_notices_is_found_by_its_hash(
-    base: Config, undisturbed: Path, tmp_path: Path
+    base: Config, undisturbed_on_four: Path, tmp_path: Path
 ) -> None:
     # A row of the embedding that no text ever reads: loss and norm say nothing, for ever.
-    fault = "bitflip@123:device=5:leaf=embedding"
-    assert run(base, tmp_path, faults=fault) == train.FINISHED
+    assert run(base, tmp_path, faults="bitflip@123:device=3:leaf=embedding", devices=4) == train.FINISHED
     (mismatch,) = events(tmp_path, "replica_mismatch")
     assert (mismatch["step"], mismatch["array"], mismatch["hosts"]) == (130, "params.embedding", [0])
-    assert [device[-1] for device in mismatch["devices"]] == ["5"]
+    assert [device[-1] for device in mismatch["devices"]] == ["3"]
     assert verdicts(tmp_path) == ["hardware"]
     assert not events(tmp_path, "window_skipped", "lr_scaled", "spike")
-    assert same_series(tmp_path, undisturbed)
+    assert same_series(tmp_path, undisturbed_on_four)
 
 
 @pytest.mark.parametrize("fault", ["lr_spike@100+20:x30", "diverge@100+60:x1.2"])
