@@ -67,10 +67,11 @@ class History:
     def rewinds(self) -> list[dict[str, Any]]:
         return [e for e in self._events if e["kind"] == "rewind"]
 
-    def last_decision(self) -> Rewind | None:
-        """The last rewind, its window as wide as it was found to be."""
-        told = [e["decision"] for e in self._events if e["kind"] in ("rewind", "window_examined")]
-        return Rewind.from_dict(told[-1]) if told else None
+    def last_decision(self) -> tuple[Rewind | None, bool]:
+        """The last rewind, its window as wide as it was found to be; and whether the run went on from a second run
+        instead of going back (a machine that was blamed)."""
+        told = [e for e in self._events if e["kind"] in ("rewind", "window_examined")]
+        return (Rewind.from_dict(told[-1]["decision"]), bool(told[-1].get("replayed"))) if told else (None, False)
 
     def unexamined(self) -> Rewind | None:
         """The last rewind, if it discarded batches that nobody has looked at since."""

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrun import checkpoint, data, giveup, launch, replicas
+from jaxrun import checkpoint, data, giveup, launch, replicas, rundir
 from jaxrun import config as config_lib
 from jaxrun import step as step_lib
 from jaxrun.config import Config
@@ -124,6 +124,7 @@ class Recovery:
         self, state: step_lib.TrainState, position: Position, question: Question
     ) -> tuple[step_lib.TrainState, Position]:
         """Goes back just before the onset, to run the same steps again before anything is discarded or eased."""
+        self.checkpoints.wait()  # what is being saved belongs to the branch that is left, and is told of before
         known, stored = self.history.agreed_labels(position.guard), launch.agree(self.checkpoints.steps)
         last, self.triage = self.triage, None
         # What leads the loss unseen is before the onset: a checkpoint taken in between would hold it already.
@@ -157,9 +158,14 @@ class Recovery:
         def recorded() -> list[tuple[int, float, float]]:
             rows = read_steps(self.workdir)
             rows = rows[(rows["step"] > first) & (rows["step"] <= last) & (rows["attempt"] < attempt)]
-            return plain([[int(r["step"]), float(r["loss"]), float(r["grad_norm"])] for r in rows])
+            # In the order in which the steps were run: of each the last time.
+            latest = {int(r["step"]): r for r in rows}
+            now = rundir.conditions(self.workdir, self.history.attempt)
+            if any(rundir.conditions(self.workdir, a) != now for a in {int(r["attempt"]) for r in latest.values()}):
+                log.warning("the record is of another mesh, machine or version: there is nothing to compare with")
+                return []
+            return plain([[s, float(r["loss"]), float(r["grad_norm"])] for s, r in latest.items()])
 
-        # In the order in which the steps were run: of each the last time.
         told = {step: (float(loss), float(norm)) for step, loss, norm in launch.agree(recorded)}
         devices = started["devices"]
         batches: tuple[int, int] = tuple(started["batches"])  # type: ignore[assignment]
@@ -179,8 +185,7 @@ class Recovery:
         if self.triage is None:
             batches = (decision.onset_batch, position.batch_index)
             return Question(decision.step, decision.onset_step, decision.cause, batches)
-        # An earlier one, that comes again as it came before, is answered already.
-        if decision.step < self.triage.until_step and self.triage.differs_at is None:
+        if decision.step < self.triage.until_step:  # an earlier one: not what was asked about
             return None
         if self.bounded:
             position.guard, rewind = position.guard.rewind_for_window(
@@ -190,11 +195,14 @@ class Recovery:
         self.history.write(self._verdict(trouble_is_back=True))
         return None
 
-    def judged(self, record: Record, position: Position) -> GiveUp | Question | None:
+    def judged(self, record: Record, position: Position, *, is_last: bool) -> GiveUp | Question | None:
         """Told of every record that the guard let pass: the end of a second run without trouble blames the machine."""
         if self.triage is None or record.step < self.triage.until_step:
             return None
-        if self.triage.began_before:
+        if position.guard.in_spike and not is_last:  # it may be the trouble, and nothing is decided yet
+            return None
+        self.triage = _agreed(self.triage)
+        if self.triage.began_before and self._has_older(self.triage):
             return self.triage.question
         triage, finding = self.triage, self._verdict(trouble_is_back=False)
         if finding[2]["verdict"] != "hardware":
@@ -209,6 +217,12 @@ class Recovery:
         self.history.write(finding, *events)
         return None
 
+    def _has_older(self, triage: Triage) -> bool:
+        """Whether there is a checkpoint before the one that was asked; the start counts where it is not far."""
+        c = self.config.checkpoint
+        near = 4 * max(self.guard_config.rewind_steps or 0, c.keep * c.every)
+        return triage.until_step <= near or any(s < triage.to_step for s in launch.agree(self.checkpoints.steps))
+
     def compare(self, record: Record) -> None:
         """Told of every record, before the guard judges it."""
         if self.triage is not None:
@@ -217,6 +231,7 @@ class Recovery:
     def _verdict(self, *, trouble_is_back: bool) -> Event:
         triage, self.triage = self.triage, None
         assert triage is not None
+        triage = _agreed(triage)
         verdict = triage.verdict(trouble_is_back=trouble_is_back)
         log.error(
             "triage: %s (%s)", verdict,
@@ -232,6 +247,7 @@ class Recovery:
         self, state: step_lib.TrainState, position: Position, decision: Rewind, findings: list[Event]
     ) -> tuple[step_lib.TrainState, Position]:
         """Goes back to a checkpoint before the onset; what is discarded is on the disk before anything moves."""
+        self.checkpoints.wait()  # as in `_ask_why`
         known, stored = self.history.agreed_labels(position.guard), launch.agree(self.checkpoints.steps)
         if decision.cause == "hardware":
             target = newest_sound(known, stored, decision.onset_step)
@@ -271,12 +287,18 @@ class Recovery:
         guard, unjudged = self.new_guard(), [Record.from_dict(r) for r in host.get("unjudged", ())]
         if host:
             guard = Guard.from_dict(host["guard"], self.guard_config, self.config.train.num_steps)
-        if decision := self.history.last_decision():
+        decision, lived_through = self.history.last_decision()
+        if decision and lived_through and host:
+            guard = guard.told(decision)
+        elif decision:
             # The records that the checkpoint's guard had not judged yet are of healthy steps: it was good.
             after = judged = functools.reduce(lambda g, record: g.observe(record)[0], unjudged, guard)
             after = judged.rewound(step, decision)
             if after is not judged:
                 guard, unjudged = after, []
+        if known.get(step) == "pending":  # all of it was hashed just now
+            self.history.write(("checkpoint_verified", step, {}))
+        self._protect(self.history.labels(None), step, guard)
         self.checkpoints.supersede(step)
         position = Position(
             guard, step, host.get("batch_index", 0), host.get("tokens", 0.0), collections.deque(unjudged)
@@ -306,9 +328,19 @@ class Recovery:
         told, known = self.history.labels(None), self.history.labels(guard)
         good = [step for step, label in known.items() if label == "good"]
         self.history.write(*(("checkpoint_good", step, {}) for step in good if told[step] != "good"))
-        if good:
-            old = [s for s in good if s <= judged - reach.rewind_steps - reach.max_patience]
-            self.checkpoints.protect({max(good), max(old, default=min(good))})
+        self._protect(known, judged, guard)
+
+    def _protect(self, known: Mapping[int, str], judged: int, guard: Guard) -> None:
+        """Keeps what a rewind may need from being rotated out: the newest good checkpoint, the one that lies far enough
+        back, the one that will when training has gone on, and the newest that isn't suspect."""
+        if jax.process_index() != 0:
+            return
+        stored = self.checkpoints.steps()
+        good = [s for s in stored if known.get(s) == "good"]
+        horizon = judged - guard.reach.rewind_steps - guard.reach.max_patience
+        far, near = [s for s in good if s <= horizon], [s for s in good if s > horizon]
+        sound = [s for s in stored if known.get(s) != "suspect"]
+        self.checkpoints.protect({*far[-1:], *near[:1], *good[-1:], *good[: 0 if far else 1], *sound[-1:]})
 
     # -- what happened ------------------------------------------------------------------------------------------------
 
@@ -367,6 +399,11 @@ class Recovery:
         log.error("the guard gives up at step %d: %s", decision.step, decision.reason)
         if jax.process_index() == 0:
             log.error("what it saw, and the ways on: %s", giveup.write(self.workdir))
+
+
+def _agreed(triage: Triage) -> Triage:
+    """Numbers that a machine gets wrong may differ between processes: those of process 0 count."""
+    return dataclasses.replace(triage, differs_at=launch.agree(lambda: triage.differs_at))
 
 
 def _drop(state: step_lib.TrainState) -> None:

@@ -107,6 +107,13 @@ def claim(
     return {"attempt": attempt, "events": events}
 
 
+def conditions(workdir: Path, attempt: int) -> dict[str, Any]:
+    """What the numbers of an attempt rest on besides the config: mesh, devices, versions of the start that ran it."""
+    starts = (read_json(workdir / RUN) or {"starts": []})["starts"]
+    start: dict[str, Any] = next((s for s in reversed(starts) if s["attempt"] <= attempt), {})
+    return {key: value for key, value in start.items() if key not in ("time", "attempt", "command", "host")}
+
+
 def log_to(path: Path) -> None:
     """Adds `path` to where the log goes, tracebacks included."""
     handler = logging.FileHandler(path)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -130,3 +131,19 @@ def from_local_rows(local: np.ndarray, rows: Sequence[int], num_rows: int, mesh:
         return local[place[start] : place[stop - 1] + 1]
 
     return jax.make_array_from_callback(shape, batch_sharding(shape, mesh), block)
+
+
+def everywhere(flag: jax.Array) -> jax.Array:
+    """Inside `jit`: whether a scalar condition holds on all devices, each asked about its own copy.
+
+    XLA takes the copies of what is replicated for equal, and so reduces nothing; after a flipped bit they are not,
+    and what one process decides on the next one has to decide too.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or math.prod(mesh.shape.values()) == 1:
+        return flag
+
+    def least(own: jax.Array) -> jax.Array:
+        return jax.lax.pmin(own.astype(jnp.int32), tuple(mesh.axis_names))
+
+    return jax.shard_map(least, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(flag) > 0

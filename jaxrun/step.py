@@ -54,7 +54,8 @@ class Controls(NamedTuple):
 class Metrics(NamedTuple):
     """Scalars of one step.
 
-    loss: nats per token, before the update. grad_norm: global norm before clipping. param_norm: after the update.
+    loss: nats per token, before the update. grad_norm: global norm before clipping. param_norm: after the update;
+    NaN where that of any device is not finite.
     lr: as applied. tokens: loss-bearing tokens of the batch. skip_reason: index into SKIP_REASONS, 0 if applied.
     """
 
@@ -143,10 +144,11 @@ def build(config: Config) -> Functions:
             (params, opt_state),
             (state.params, state.opt_state),
         )
+        param_norm = optax.tree.norm(params)
         metrics = Metrics(
             loss=loss,
             grad_norm=grad_norm,
-            param_norm=optax.tree.norm(params),
+            param_norm=jnp.where(sharding.everywhere(jnp.isfinite(param_norm)), param_norm, jnp.nan),
             update_norm=jnp.where(skip_reason == 0, optax.tree.norm(updates), 0.0),
             lr=lr,
             tokens=batch.weights.sum(),

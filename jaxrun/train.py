@@ -27,10 +27,11 @@ from jaxrun import step as step_lib
 from jaxrun.config import Config, ConfigError
 from jaxrun.data.cache import cache_root
 from jaxrun.evaluate import held_out_loss, to_devices
-from jaxrun.guard import GiveUp, Question, Rebaseline, Record, Rewind, SpikeOver, SpikeSeen, same_bits
+from jaxrun.guard import GiveUp, Question, Rebaseline, Record, Rewind, SpikeOver, SpikeSeen
 from jaxrun.history import History
 from jaxrun.journal import StepRecords, is_skipped
 from jaxrun.recovery import Position, Recovery
+from jaxrun.soundness import Soundness, differ
 from jaxrun.telemetry.efficiency import Efficiency
 from jaxrun.telemetry.flops import flops_6n, param_count, reference_flops
 from jaxrun.telemetry.hlo import executed_flops
@@ -152,13 +153,13 @@ class Run:
         self.interval = Interval()
         self.in_flight: collections.deque[InFlight] = collections.deque()
 
-        self.copies = replicas.build(step_lib.abstract_state(self.fns, mesh), mesh)
+        copies = replicas.build(step_lib.abstract_state(self.fns, mesh), mesh)
+        self.soundness = Soundness(config, copies, self._event)
         self.recovery = Recovery(
             config, workdir, dataset=dataset, mesh=mesh, fns=self.fns, history=self.history,
-            checkpoints=self.checkpoints, batch_at=self._batch_at, copies=self.copies,
+            checkpoints=self.checkpoints, batch_at=self._batch_at, copies=copies,
         )  # fmt: skip
         self.position = Position(self.recovery.new_guard())
-        self.sound_step = 0  # the last step after which all copies were equal
 
     # -- the story ----------------------------------------------------------------------------------------------------
 
@@ -215,17 +216,16 @@ class Run:
         self, train_step: Any, state: step_lib.TrainState, batches: Iterator[tuple[int, step_lib.Batch]]
     ) -> step_lib.TrainState:
         """Sends the next step to the devices, and with it what is to be checked; its numbers are fetched later."""
-        at, g = self.position, self.config.guard
+        at = self.position
         with self.interval.waiting():
             batch_index, batch = next(batches)
         state = self._strike(state)
         self.profile.before(at.step + 1, state)
         flown = InFlight(at.step + 1, batch_index, at.guard.lr_scale(at.step + 1), at.guard.grad_limit)
-        if g.enabled and g.spot_check_every and flown.step % g.spot_check_every == 0:
+        if self.soundness.is_computed_twice(flown.step):
             state, flown.again = self._without_update(train_step, state, batch, flown)
         state, flown.metrics = train_step(state, batch, self._controls(flown, flown.grad_limit))
-        if g.enabled and self.copies and g.replica_check_every and flown.step % g.replica_check_every == 0:
-            flown.hashes = self.copies.hashes(state)
+        flown.hashes = self.soundness.hashes(flown.step, state)
         at.step, at.batch_index = flown.step, batch_index + 1
         self.in_flight.append(flown)
         return state
@@ -269,18 +269,18 @@ class Run:
         self, train_step: Any, state: step_lib.TrainState, batches: Iterator[tuple[int, step_lib.Batch]]
     ) -> tuple[step_lib.TrainState, Iterator[tuple[int, step_lib.Batch]]]:
         """Whether a step repeats bit for bit here: only then do a second run's numbers say anything about the machine."""
-        g, at = self.config.guard, self.position
-        if g.enabled and (g.triage or g.spot_check_every) and at.step < self.config.train.num_steps:
+        at = self.position
+        if self.soundness.wants_self_test and at.step < self.config.train.num_steps:
             first = next(batches)
             batches = itertools.chain([first], batches)
             flown = InFlight(at.step + 1, first[0], at.guard.lr_scale(at.step + 1), NO_UPDATE)
             state, once = self._without_update(train_step, state, first[1], flown)
             state, again = self._without_update(train_step, state, first[1], flown)
-            self.recovery.repeats = not _differ(once, again)
-            self._event("self_test", repeats=self.recovery.repeats)
-            if not self.recovery.repeats:
+            repeats = self.soundness.repeats = self.recovery.repeats = not launch.on_any(bool(differ(once, again)))
+            self._event("self_test", repeats=repeats)
+            if not repeats:
                 log.warning("a step does not repeat bit for bit here: the guard cannot tell bad hardware from bad data")
-        self.sound_step = at.step
+        self.soundness.sound_step = at.step
         self.interval.restart()
         return state, batches
 
@@ -359,7 +359,12 @@ class Run:
                 else:
                     over = isinstance(d, SpikeOver)
                     self._event("spike", step=d.step, onset=d.onset_step, severity=d.severity, over=over)
-            if (further := self.recovery.judged(record, at)) is not None:
+            is_last = record.step == self.config.train.num_steps
+            if is_last:
+                at.guard, last_word = at.guard.at_end()
+                if last_word is not None:
+                    return last_word
+            if (further := self.recovery.judged(record, at, is_last=is_last)) is not None:
                 return further
             if self.records:
                 self.recovery.label(record.step, at.guard)
@@ -377,7 +382,7 @@ class Run:
             record = Record(
                 step=flown.step, batch_index=flown.batch_index, loss=m.loss, grad_norm=m.grad_norm, update_applied=not skipped,
                 skip_reason=skipped, lr_scale=flown.lr_scale, grad_limit=flown.grad_limit, params_finite=math.isfinite(m.param_norm),
-                sound_until=self._sound_until(flown),
+                sound_until=self.soundness.sound_until(flown.step, flown.metrics, flown.again, flown.hashes),
             )  # fmt: skip
             self.position.unjudged.append(record)
             if self.records:
@@ -390,21 +395,6 @@ class Run:
             t = self.config.train
             if skipped or flown.step in (1, t.num_steps) or flown.step % t.log_every == 0:
                 self._log(flown, m)
-
-    def _sound_until(self, flown: InFlight) -> int | None:
-        """None, unless a check of the machine failed at this step: then the last step that is known to be sound."""
-        if flown.again is not None and (numbers := _differ(flown.metrics, flown.again)):
-            self._event("repetition_differs", step=flown.step, **numbers)
-            return flown.step - 1
-        if flown.hashes is None or self.copies is None:
-            return None
-        found = self.copies.differing(np.asarray(jax.device_get(flown.hashes)))
-        for mismatch in found:
-            self._event("replica_mismatch", step=flown.step, **dataclasses.asdict(mismatch))
-        if found:
-            return self.sound_step
-        self.sound_step = flown.step
-        return None
 
     def _log(self, flown: InFlight, m: Any) -> None:
         if not (self.metrics and self.progress):
@@ -465,7 +455,7 @@ class Run:
         self, state: step_lib.TrainState, position: Position
     ) -> tuple[step_lib.TrainState, Iterator[tuple[int, step_lib.Batch]]]:
         """Goes on from where a recovery has left the run."""
-        self.position, self.sound_step = position, position.step
+        self.position, self.soundness.sound_step = position, position.step
         self.in_flight.clear()
         if self.metrics:
             self.metrics.rewound(self.history.attempt)
@@ -474,8 +464,13 @@ class Run:
         return state, batches
 
     def _stopped(self, state: step_lib.TrainState, reason: str) -> int:
-        log.warning("%s: saving step %d and stopping; the same command goes on from there", reason, self.position.step)
-        self._save(state, wait=True)
+        if found := self.recovery.mismatches(state):
+            log.error("%s: stopping without saving: the copies of %s differ", reason, found[0].array)
+        else:
+            log.warning(
+                "%s: saving step %d and stopping; the same command goes on from there", reason, self.position.step
+            )
+            self._save(state, wait=True)
         self._event("preempted", reason=reason)
         return STOPPED
 
@@ -492,9 +487,3 @@ class Run:
                 edge.close()
         if self.lock:
             self.lock.release()
-
-
-def _differ(once: Any, again: Any) -> dict[str, tuple[float, float]]:
-    """Loss and gradient norm of two runs of the same step where they are not the same bits: name -> both."""
-    pairs = {name: (getattr(once, name).item(), getattr(again, name).item()) for name in ("loss", "grad_norm")}
-    return {name: pair for name, pair in pairs.items() if not same_bits(*pair)}

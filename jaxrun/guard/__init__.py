@@ -80,6 +80,25 @@ class Guard:
         return detector.grad_limit(self.state, self.cfg)
 
     @property
+    def in_spike(self) -> bool:
+        """Whether a spike is going on that nothing was decided about."""
+        return self.state.excursion is not None and self.state.excursion.spike and not self.state.excursion.decided
+
+    def at_end(self) -> tuple[Guard, Rewind | GiveUp | None]:
+        """What is to be done when the run has no more steps: a spike that is not back in its band is not waited for."""
+        excursion, last = self.state.excursion, self.state.last_step
+        if not self.cfg.enabled or not self.in_spike or excursion is None or last is None or self.memory.gave_up:
+            return self, None
+        if not detector.is_out(excursion):
+            return self, None
+        skip = (max(0, excursion.onset_batch - self.cfg.skip_margin), self.state.last_batch + 1)
+        memory, decision = policy.rewind(
+            self.memory, self.cfg, self.reach, step=last, onset_step=excursion.onset_step,
+            onset_batch=excursion.onset_batch, skip=skip, cause="spike",
+        )  # fmt: skip
+        return replace(self, state=detector.decided(self.state), memory=memory), decision
+
+    @property
     def loss_width(self) -> float:
         """Half the width of the loss's band, in nats; inf during the warm-up."""
         return detector.loss_width(self.state, self.cfg)
@@ -103,6 +122,11 @@ class Guard:
     def from_dict(cls, tree: Mapping[str, Any], cfg: GuardConfig, num_steps: int) -> Guard:
         state, memory = detector.State.from_dict(tree["state"]), Memory.from_dict(tree["memory"])
         return replace(cls.new(cfg, num_steps), state=state, memory=memory)
+
+    def told(self, decision: Rewind) -> Guard:
+        """The guard that knows of a rewind which it has lived through: a second run that became the true one."""
+        known = decision.memory.rewinds
+        return self if self.memory.rewinds[: len(known)] == known else replace(self, memory=decision.memory)
 
     def rewound(self, to_step: int, decision: Rewind) -> Guard:
         """The guard to go on with at `to_step`. `self` is the one restored from there, or a new one.

@@ -354,6 +354,14 @@ def course(excursion: Excursion, step: int, cfg: GuardConfig, reach: Reach) -> C
     return "level" if quiet and worst <= cfg.shift_limit * abs(excursion.expected) else "diverging"
 
 
+def is_out(excursion: Excursion) -> bool:
+    """Whether the excursion's last losses are above the band, or not there at all."""
+    losses = [loss for _, loss, _ in excursion.tail if loss is not None][-_FEW:]
+    if excursion.expected is None:
+        return False
+    return not losses or _median(losses) - excursion.expected > excursion.width
+
+
 def is_stuck(state: State, record: Record, cfg: GuardConfig) -> bool:
     """Whether a spike can neither heal nor get worse: so many of its updates were skipped for their norm that the
     limit is to be lifted, and the loss is still above the band."""

@@ -289,7 +289,8 @@ def lr_scale(memory: Memory, step: int, reach: Reach) -> float:
     """
     scale = 1.0
     for past in memory.rewinds:
-        if past.escalation == 0 and step < past.onset_step:
+        # An operator's begins after the checkpoint that it names.
+        if past.escalation == 0 and step < past.onset_step + (past.cause == "operator"):
             continue
         done = min(1.0, max(0, step - past.from_step) / max(1, reach.lr_ramp_steps))
         scale = min(scale, past.lr_scale + (1.0 - past.lr_scale) * done)
@@ -314,10 +315,12 @@ def labels(
     known: dict[int, Label] = {}
     verified: set[int] = set()
     onset: int | None = None  # of the spike that is going on
+    spikes: list[tuple[int, int]] = []  # those that are over: a save may be told of later than its step
     for event in events:
         kind, s = event["kind"], event["step"]
         if kind == "checkpoint_saved":
-            known[s] = "pending" if onset is None or s < onset else "suspect"
+            in_spike = (onset is not None and s >= onset) or any(first <= s <= last for first, last in spikes)
+            known[s] = "suspect" if in_spike else "pending"
             verified.discard(s)
         elif kind == "checkpoint_verified":
             verified.add(s)
@@ -328,12 +331,19 @@ def labels(
         elif kind == "spike":
             known = {k: "suspect" if k >= event["onset"] else label for k, label in known.items()}
             onset = None if event.get("over") else event["onset"]
+            spikes += [(event["onset"], s)] if event.get("over") else []
         elif kind == "triage_started" or (kind == "rewind" and not event.get("replayed")):
             first = min(event["onset"], event["to_step"] + 1)
             known = {k: "suspect" if k >= first else label for k, label in known.items()}
+            onset, spikes = None, [spike for spike in spikes if spike[1] <= event["to_step"]]
+        elif kind == "rebaselined":
+            spikes += [(onset, s)] if onset is not None else []
             onset = None
-        elif kind == "rebaselined" or (kind == "resume" and onset is not None and s < onset):
-            onset = None
+        elif kind == "gave_up":
+            known = {k: "suspect" if k >= event["onset"] else label for k, label in known.items()}
+        elif kind == "resume":
+            onset = None if onset is None or s < onset else onset
+            spikes = [spike for spike in spikes if spike[1] <= s]
     for s, label in known.items():
         if label == "pending" and s in verified and step - max(s, healthy_since) >= healthy_steps:
             known[s] = "good"

@@ -5,7 +5,8 @@
     yes                     yes                     data: the batches (or the numerics) do it every time
     no                      no                      hardware: nothing to blame, the second run is the true one
     no                      yes                     undetermined: both, or a machine that is still wrong
-    yes                     no                      undetermined: the same numbers cannot be judged differently
+    yes                     no                      hardware, if the trouble was in parameters or copies, which the
+                                                    record does not hold; else undetermined
 
 The comparison means something only where a step repeats bit for bit; a self-test at the start says so. A second
 run that differs from its beginning says that the checkpoint was taken when the machine was wrong already: it is
@@ -84,9 +85,10 @@ class Triage:
         return replace(self, differs_at=record.step)
 
     def verdict(self, *, trouble_is_back: bool) -> Verdict:
-        if (self.differs_at is None) != trouble_is_back:
-            return "undetermined"
-        return "data" if trouble_is_back else "hardware"
+        if trouble_is_back:
+            return "data" if self.differs_at is None else "undetermined"
+        unrecorded = bool(self.recorded) and (self.cause == "nonfinite_params" or self.devices is not None)
+        return "hardware" if self.differs_at is not None or unrecorded else "undetermined"
 
 
 def same_bits(a: float | None, b: float | None) -> bool:

@@ -77,6 +77,15 @@ def agree(fn: Callable[[], T]) -> T:
     return answer["value"]
 
 
+def on_any(flag: bool) -> bool:
+    """Whether it is so on any process, on every process."""
+    if jax.process_count() == 1:
+        return flag
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.int32(flag))))
+
+
 def _broadcast(data: bytes) -> bytes:
     from jax.experimental import multihost_utils
 

@@ -62,10 +62,14 @@ def run(config: Config, workdir: Path, *, faults: str = "", devices: int = 1, **
         return process.wait(timeout=300)
 
 
-def start(config: Config, workdir: Path, *, devices: int = 1, **environment: str) -> subprocess.Popen[bytes]:
+def start(
+    config: Config, workdir: Path, *, devices: int = 1, program: str | None = None, **environment: str
+) -> subprocess.Popen[bytes]:
+    """The process, started; `program`: Python to run in place of jaxrun's own entry point."""
     path = workdir.with_suffix(".json")
     path.write_text(config_lib.to_json(config))
-    command = [sys.executable, "-m", "jaxrun.cli", "train", "--config", str(path), "--workdir", str(workdir)]
+    entry = ["-m", "jaxrun.cli"] if program is None else ["-c", program]
+    command = [sys.executable, *entry, "train", "--config", str(path), "--workdir", str(workdir)]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), **environment}
     # What it says is in train.log as well.
     return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -191,6 +191,8 @@ def test_a_guard_that_cannot_help_gives_up_with_a_report_and_an_operator_can(bas
 
 
 def test_a_level_shift_is_accepted_and_never_rewound(base: Config, undisturbed: Path, tmp_path: Path) -> None:
-    assert run(base, tmp_path, faults="level_shift@100:0.2") == train.FINISHED
-    assert not events(tmp_path, "rewind", "gave_up", "triage_started")
+    assert run(base, tmp_path, faults="level_shift@150:0.6") == train.FINISHED
+    assert verdicts(tmp_path) == ["data"]  # asked about, looked ahead, and taken for normal
+    assert any(e["onset"] >= 150 for e in events(tmp_path, "rebaselined"))
+    assert not events(tmp_path, "rewind", "gave_up", "window_skipped")
     assert eval_loss(tmp_path) == eval_loss(undisturbed)

@@ -378,3 +378,51 @@ def test_whatever_happens_the_run_ends_or_gives_up_within_its_budgets(plan):
         if step % 20 == 0:
             saves[step] = (guard, batch)
     assert guard.verdict.kind == "ok" or guard.state.excursion is not None
+
+
+def event(kind, step, **fields):
+    return {"kind": kind, "step": step, **fields}
+
+
+def test_a_save_in_a_spike_that_is_told_of_later_is_suspect_all_the_same():
+    told = [
+        event("spike", 102, onset=100, over=False), event("spike", 120, onset=100, over=True),
+        event("checkpoint_saved", 110), event("checkpoint_verified", 110), event("checkpoint_saved", 130),
+    ]  # fmt: skip
+    assert labels(told, step=500, healthy_since=120, healthy_steps=10)[110] == "suspect"
+    assert labels(told, step=130, healthy_since=120, healthy_steps=10)[130] == "pending"
+    # Gone back to before it, the step is saved anew, and sound.
+    anew = [*told, event("rewind", 130, onset=100, to_step=90), event("checkpoint_saved", 110)]
+    assert labels(anew, step=110, healthy_since=0, healthy_steps=10)[110] == "pending"
+
+
+def test_what_was_saved_after_the_onset_of_what_the_guard_gave_up_on_is_suspect():
+    told = [event("checkpoint_saved", 90), event("checkpoint_saved", 110), event("gave_up", 115, onset=100)]
+    assert labels(told, step=-1, healthy_since=0, healthy_steps=0) == {90: "pending", 110: "suspect"}
+
+
+def test_a_spike_at_the_end_of_the_run_is_not_left_in_it():
+    guard, decisions = feed([*CALM, *[(6.0, 0.8)] * 5])
+    assert [type(d) for d in decisions] == [SpikeSeen]
+    after, last_word = guard.at_end()
+    assert isinstance(last_word, Rewind)
+    assert (last_word.onset_step, last_word.skip) == (301, (295, 305))
+    assert after.at_end() == (after, None)
+    back, _ = feed([*CALM, *[(6.0, 0.8)] * 5, *healthy(9, seed=3)])
+    assert back.at_end() == (back, None)
+    assert feed(CALM)[0].at_end()[1] is None
+
+
+def test_an_operator_s_easing_begins_after_the_checkpoint_that_it_names():
+    _, own = Guard.new(CFG, NUM_STEPS).rewind_by_operator(500, 400, None, 0.7)
+    resumed = Guard.new(CFG, NUM_STEPS).rewound(400, own)
+    assert (resumed.lr_scale(400), resumed.lr_scale(401)) == (1.0, 0.7)
+
+
+def test_a_second_run_that_became_the_true_one_keeps_its_statistics():
+    guard, _ = feed(CALM)
+    _, decision = guard.rewind_for_hardware(300, 290)
+    after = guard.told(decision)
+    assert after.state == guard.state
+    assert after.memory == decision.memory
+    assert after.told(decision) is after
