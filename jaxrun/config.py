@@ -172,7 +172,7 @@ class GuardConfig:
     # Half-width of the band, in robust standard deviations of the loss and of the logarithm of the gradient norm.
     outlier_sigma: float = 6.0
     # A loss within this share of what is expected, or a gradient norm within this factor, is never out of band;
-    # a step skips its update for a norm of twice the band, on the logarithm: of this factor squared, at least.
+    # a step skips its update for a norm of three times the band, on the logarithm: of this factor cubed, at least.
     loss_floor: float = 0.02
     norm_floor: float = 2.0
     # How far the expected loss may climb above the lowest level so far, as a share of that.

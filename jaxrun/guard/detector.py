@@ -37,8 +37,8 @@ _BEND, _LATE = 1.5, 32
 # A median of n normal samples varies by 1.25 / sqrt(n) of what one of them does (asymptotically: pi / 2 is the ratio
 # of the variances).
 _MEDIAN_ERROR = 1.25
-# Far out is beyond so many times the width of the band.
-_FAR = 2
+# Far out is beyond so many times the width of the band; an update is skipped beyond so many of the norm's.
+_FAR, _LIMIT = 2, 3
 # What one step can weigh: less than any spike_evidence that config accepts, so that no single step is a
 # spike.
 _MAX_WEIGHT = 2
@@ -300,7 +300,7 @@ def grad_limit(state: State, cfg: GuardConfig) -> float:
     if state.log_norm.line is None or state.last_step is None or len(state.limit_skips) >= cfg.max_skips:
         return math.inf
     _, expected, width = _band(state.log_norm.line, state.last_step, cfg, relative=False)
-    return math.exp(min(expected + _FAR * width, 700.0))  # e^709 is the largest float
+    return math.exp(min(expected + _LIMIT * width, 700.0))  # e^709 is the largest float
 
 
 def loss_width(state: State, cfg: GuardConfig) -> float:
