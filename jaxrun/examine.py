@@ -15,6 +15,8 @@ _REFERENCES, _FEW = 8, 3
 # A window grows by its own length at the most, or by so many batches. What is still out of band after that is no
 # window but another mixture, which the guard has to get used to.
 _LEAST_GROWTH = 64
+# Where no band is known: half its width, as a share of the loss, at least.
+_WIDE = 0.25
 # Of the sequences, how many the journal names with loss and place, and with their documents.
 _TOLD, _TOLD_WITH_DOCUMENTS = 2000, 50
 
@@ -64,7 +66,7 @@ def examine(
     Args:
       losses_of: batch index -> (sum of the loss in nats, sum of the weights) [B] of its sequences.
       references: batches that are believed to be good; the nearest ones are taken.
-      width: half-width of the band, in nats; inf: nothing is out of band.
+      width: half-width of the band, in nats; inf: not known, so one is put about the good batches.
     """
 
     sequences: list[tuple[float, int, int]] = []
@@ -80,6 +82,10 @@ def examine(
     good = [loss for b in references[-_REFERENCES:] if (loss := look_at(b)) is not None and np.isfinite(loss)]
     reference = float(np.median(good)) if len(good) >= _FEW else None
     sequences.clear()
+    if reference is not None and not np.isfinite(width):
+        # No band is known so early; a band about the good batches themselves is better than none.
+        noise = 1.4826 * float(np.median([abs(loss - reference) for loss in good]))
+        width = max(6 * noise, _WIDE * abs(reference))
 
     def is_bad(loss: float | None) -> bool:
         if loss is None:

@@ -50,6 +50,8 @@ class Fault:
     device: int | None = None
     # Dotted path of the parameter to be hit; None: the largest of the layers' own.
     leaf: str | None = None
+    # Which bit of the float32; None: the top one of its exponent.
+    bit: int | None = None
 
     @property
     def text(self) -> str:
@@ -245,13 +247,14 @@ def _flip_bit(fault: Fault, state: Any) -> Any:
     import jax
 
     device, path = _device(fault), _leaf_path(state.params, fault.leaf)
+    mask = TOP_EXPONENT_BIT if fault.bit is None else np.uint32(1 << fault.bit)
 
     def flipped(leaf: jax.Array) -> jax.Array:
         buffers = [shard.data for shard in leaf.addressable_shards]
         for i, buffer in enumerate(buffers):
             if buffer.device == device:
                 values = np.array(buffer)
-                values.reshape(-1)[:1].view(np.uint32)[0] ^= TOP_EXPONENT_BIT
+                values.reshape(-1)[:1].view(np.uint32)[0] ^= mask
                 buffers[i] = jax.device_put(values, device)
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, buffers)
 
@@ -318,6 +321,12 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _bit(text: str) -> int:
+    if _whole(text) > 31:
+        raise ValueError
+    return _whole(text)
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a kind of fault is written, and what it belongs to."""
@@ -334,7 +343,7 @@ class Kind:
 
 
 PATTERNS = ("shuffle", "repeat", "range")
-OPTIONS: dict[str, Callable[[str], Any]] = {"device": _whole, "leaf": str, "process": _whole}
+OPTIONS: dict[str, Callable[[str], Any]] = {"bit": _bit, "device": _whole, "leaf": str, "process": _whole}
 KINDS = {
     "nan_loss": Kind("nan_loss@120", "batch", "optional", options=("process",)),
     "inf_grad": Kind("inf_grad@300:2", "batch", "optional", ("layer", _layer)),
@@ -342,7 +351,7 @@ KINDS = {
     "level_shift": Kind("level_shift@400:0.5", "batch", argument=("amount", _amount)),
     "lr_spike": Kind("lr_spike@900+20:x30", "step", "required", ("factor", _factor), is_lr=True),
     "diverge": Kind("diverge@600+200:x1.05", "step", "required", ("factor", _factor), is_lr=True),
-    "bitflip": Kind("bitflip@700:device=0", "step", options=("device", "leaf", "process")),
+    "bitflip": Kind("bitflip@700:device=0", "step", options=("bit", "device", "leaf", "process")),
     "kill": Kind("kill@250", "step", options=("process",)),
     "hang": Kind("hang@260", "step", options=("process",)),
 }

@@ -165,7 +165,8 @@ def replay(config: Config, workdir: Path, step: int, attempt: int | None = None)
                 raise ConfigError(
                     f"{workdir}: steps.bin does not have step {s}, which lies between checkpoint {start} and {step}"
                 )
-            state, _ = run(state, on_path[s])
+            state, metrics = run(state, on_path[s])
+            jax.block_until_ready(metrics)  # one in flight: on simulated devices, more can wait for each other for ever
         index = int(record["batch_index"])
         batch = batch_at(index)
         grads, sizes_L = jax.device_get(jax.jit(fns.inspect)(state, batch))

@@ -80,9 +80,11 @@ def test_the_nearest_batches_are_the_ones_compared_with() -> None:
     assert window(losses(dict.fromkeys(range(80, 87), 7.0))).reference == GOOD
 
 
-def test_an_unknown_width_grows_over_nothing_but_what_is_not_finite() -> None:
+def test_where_no_band_is_known_one_is_put_about_the_good_batches() -> None:
     bad = dict.fromkeys(range(100, 120), 9.0) | {110: math.nan}
-    assert window(losses(bad), width=math.inf).end_batch == 111
+    assert window(losses(bad), width=math.inf).end_batch == 120
+    no_worse_than_some = dict.fromkeys(range(100, 120), 2.4)
+    assert window(losses(no_worse_than_some), width=math.inf).end_batch == 110
 
 
 @pytest.mark.parametrize("loss", [9.0, 0.0, math.nan])

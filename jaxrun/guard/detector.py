@@ -121,7 +121,7 @@ class Excursion:
 
     onset_step: int
     onset_batch: int
-    # Its first step out of the band: the onset, unless the loss had crept up before.
+    # Its first step above the band (below, if none is): the onset, unless the loss had crept up, or been low, before.
     opened_step: int
     # The loss expected, and the half-width of its band, at the onset; None where no loss was known by then.
     expected: float | None
@@ -466,6 +466,8 @@ def _continue(
         return min(evidence + weight, 2 * cfg.spike_evidence) if weight else max(evidence - gap, 0)
 
     high_evidence = add(excursion.high_evidence, weight if high else 0)
+    # A loss below its band is no trouble: what comes after it has its patience from its own first step.
+    opened_step = step if high and weight and not excursion.high_evidence else excursion.opened_step
     peak = excursion.peak
     if loss is not None and excursion.expected is not None:
         peak = max(peak, loss - excursion.expected)
@@ -473,7 +475,7 @@ def _continue(
     if loss is not None or log_norm is not None:
         tail = (*tail, (step, loss, log_norm))[-cfg.window :]
     return replace(
-        excursion, evidence=add(excursion.evidence, weight), high_evidence=high_evidence,
+        excursion, opened_step=opened_step, evidence=add(excursion.evidence, weight), high_evidence=high_evidence,
         spike=excursion.spike or high_evidence >= cfg.spike_evidence,
         calm_steps=0 if weight else excursion.calm_steps + gap, peak=peak, tail=tail,
     )  # fmt: skip

@@ -170,6 +170,7 @@ class _TensorBoard:
         # As JAX sets it on import: TensorFlow's greetings belong on nobody's terminal. Not on the thread, as the
         # environment of a process with several is only read.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+        os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # or it says that it uses them; nothing is computed with it
         # A daemon, so that an exit that forgot to close is not held up for ever; atexit closes it after all.
         self._thread = threading.Thread(target=self._run, name="tensorboard", daemon=True)
         self._thread.start()

@@ -153,7 +153,7 @@ def test_two_windows_that_overlap_are_one_and_no_batch_in_them_comes_back(base: 
 def test_trouble_that_comes_back_goes_back_further_and_eases_more(
     base: Config, undisturbed: Path, tmp_path: Path
 ) -> None:
-    faults = "poison@150+10:range,poison@175+10:range"
+    faults = "nan_loss@150+10,nan_loss@175+10"
     config = dataclasses.replace(base, checkpoint=dataclasses.replace(base.checkpoint, keep=20))
     assert run(config, tmp_path, faults=faults) == train.FINISHED
     first, second = events(tmp_path, "rewind")
