@@ -32,3 +32,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # writing, is unreadable. JAX then warns, and compiles.
     for verb in ("reading", "writing"):
         config.addinivalue_line("filterwarnings", f"default:Error {verb} persistent compilation cache entry")
+
+
+# What only starts programs and looks at what they leave: two of these can run at once. Tests that use the eight
+# simulated devices in their own process can't: they starve each other until XLA aborts.
+PROGRAMS = ("tests/e2e/", "tests/faults/", "tests/test_readme.py", "tests/test_scripts.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(PROGRAMS):
+            item.add_marker("programs")

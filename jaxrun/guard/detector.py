@@ -337,11 +337,13 @@ def course(excursion: Excursion, step: int, cfg: GuardConfig, reach: Reach) -> C
     if excursion.expected - now > max(excursion.width, cfg.shift_limit * abs(excursion.expected)):
         return "diverging"
     left = reach.max_patience - (step - excursion.opened_step)
-    if now - excursion.expected <= excursion.width:
+    # A median in a band that is made for single losses may be far from where it was.
+    near = min(excursion.width, max(cfg.max_climb * abs(excursion.expected), _MEDIAN_ERROR * excursion.width / math.sqrt(len(late))))  # fmt: skip
+    if now - excursion.expected <= near:
         # What falls through the band is not back in it yet.
         return "healing" if before - now > excursion.width and left > 0 else "back"
     pace = (before - now) / (recent[middle + (len(recent) - middle) // 2][0] - recent[middle // 2][0])
-    if pace * left > now - excursion.expected - excursion.width and left > 0:
+    if pace * left > now - excursion.expected - near and left > 0:
         return "healing"
     spread = _MAD_TO_SIGMA * _median([abs(value - now) for value in late])
     if excursion.climb:
