@@ -64,9 +64,6 @@ class History:
         """The machine faults that have struck, and in which attempt."""
         return {e["fault"]: e["attempt"] for e in self._events if e["kind"] == "fault"}
 
-    def rewinds(self) -> list[dict[str, Any]]:
-        return [e for e in self._events if e["kind"] == "rewind"]
-
     def last_decision(self) -> tuple[Rewind | None, bool]:
         """The last rewind, its window as wide as it was found to be; and whether the run went on from a second run
         instead of going back (a machine that was blamed)."""

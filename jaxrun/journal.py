@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +152,13 @@ def read_steps(workdir: Path) -> np.ndarray:
 
 def skipped_windows(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """The batch index ranges [first, end) that are never to be trained on, disjoint and ascending."""
+    return merge((e["first_batch"], e["end_batch"]) for e in events if e["kind"] == "window_skipped")
+
+
+def merge(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Half-open ranges as disjoint ascending ones; those that touch become one."""
     merged: list[tuple[int, int]] = []
-    for first, end in sorted((e["first_batch"], e["end_batch"]) for e in events if e["kind"] == "window_skipped"):
+    for first, end in sorted(ranges):
         if merged and first <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:

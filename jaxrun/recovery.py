@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrun import checkpoint, data, giveup, launch, replicas, rundir
+from jaxrun import checkpoint, data, giveup, launch, rundir
 from jaxrun import config as config_lib
 from jaxrun import step as step_lib
 from jaxrun.config import Config
@@ -27,6 +27,7 @@ from jaxrun.examine import Examined, examine
 from jaxrun.guard import GiveUp, Guard, Question, Rebaseline, Record, Rewind, Triage, choose_checkpoint, newest_sound
 from jaxrun.history import Event, History, rewind_events
 from jaxrun.journal import is_skipped, plain, read_steps
+from jaxrun.soundness import Soundness
 
 log = logging.getLogger("jaxrun")
 
@@ -64,21 +65,20 @@ class Recovery:
 
     Args:
       batch_at: batch index -> that batch on the devices, discarded or not.
-      copies: what can be compared between devices; None: nothing is held twice.
+      soundness: whether numbers repeat here, and copies are equal.
     """
 
     def __init__(
         self, config: Config, workdir: Path, *, dataset: data.Dataset, mesh: jax.sharding.Mesh, fns: step_lib.Functions,
         history: History, checkpoints: checkpoint.Checkpointer, batch_at: Callable[[int], step_lib.Batch],
-        copies: replicas.Replicas | None,
+        soundness: Soundness,
     ):  # fmt: skip
         self.config, self.workdir, self.dataset, self.mesh, self.fns = config, workdir, dataset, mesh, fns
-        self.history, self.checkpoints, self.batch_at, self.copies = history, checkpoints, batch_at, copies
+        self.history, self.checkpoints, self.batch_at, self.soundness = history, checkpoints, batch_at, soundness
         self.guard_config = dataclasses.replace(config.guard, rewind_steps=config_lib.rewind_steps(config))
-        # Whether a step was seen to repeat bit for bit here: the loop finds out before its first one.
-        self.repeats = False
         self.triage: Triage | None = None
         self.bounded = False  # whether what the triage asks about is a window of bad data that ends
+        self._protected_for: Any = None
 
     def start(self) -> tuple[step_lib.TrainState, Position]:
         """Where to go on: the newest sound checkpoint that is not suspect, or what a killed recovery was about."""
@@ -111,7 +111,7 @@ class Recovery:
         elif self.triage is not None:
             findings.append(self._verdict(trouble_is_back=True))
         elif self.config.guard.triage:
-            if self.repeats:
+            if self.soundness.repeats:
                 return self._ask_why(state, position, Question(decision.step, decision.onset_step, decision.cause))
             reason = "a step does not repeat bit for bit here, so a second run would say nothing"
             findings.append(("triage", decision.step, {"verdict": "undetermined", "devices": None, "reason": reason}))
@@ -180,7 +180,7 @@ class Recovery:
     def settle(self, decision: Rebaseline, position: Position) -> Rewind | GiveUp | Question | None:
         """Whether a higher level is taken for normal (None); asked about first; or, if the answer is that it is a
         window of bad data, rewound after all."""
-        if not (decision.raised and self.config.guard.triage and self.repeats):
+        if not (decision.raised and self.config.guard.triage and self.soundness.repeats):
             return None
         if self.triage is None:
             batches = (decision.onset_batch, position.batch_index)
@@ -305,15 +305,12 @@ class Recovery:
         )
         if self.history.attempt:
             log.info("going on from step %d; the next batch is %d", step, position.batch_index)
-        return state if state is not None else self._initialise(), position
+        if state is None:
+            state = step_lib.initial_state(self.fns, self.mesh, self.config.train.seed)
+        return state, position
 
     def new_guard(self) -> Guard:
         return Guard.new(self.guard_config, self.config.train.num_steps)
-
-    def _initialise(self) -> step_lib.TrainState:
-        """The state at step 0, made by every device for its own part."""
-        shardings = step_lib.state_shardings(self.fns, self.mesh)
-        return jax.jit(self.fns.init, out_shardings=shardings)(jax.random.key(self.config.train.seed))
 
     def _batch_index_at(self, step: int) -> int:
         """The batch that follows a stored checkpoint."""
@@ -333,11 +330,14 @@ class Recovery:
     def _protect(self, known: Mapping[int, str], judged: int, guard: Guard) -> None:
         """Keeps what a rewind may need from being rotated out: the newest good checkpoint, the one that lies far enough
         back, the one that will when training has gone on, and the newest that isn't suspect."""
-        if jax.process_index() != 0:
+        horizon = judged - guard.reach.rewind_steps - guard.reach.max_patience
+        # Every save changes the labels, and nothing is deleted but after one: else the disk has nothing new to say.
+        told = (dict(known), sum(s <= horizon for s in known))
+        if jax.process_index() != 0 or told == self._protected_for:
             return
+        self._protected_for = told
         stored = self.checkpoints.steps()
         good = [s for s in stored if known.get(s) == "good"]
-        horizon = judged - guard.reach.rewind_steps - guard.reach.max_patience
         far, near = [s for s in good if s <= horizon], [s for s in good if s > horizon]
         sound = [s for s in stored if known.get(s) != "suspect"]
         self.checkpoints.protect({*far[-1:], *near[:1], *good[-1:], *good[: 0 if far else 1], *sound[-1:]})
@@ -347,14 +347,9 @@ class Recovery:
     def _symptoms(self, state: step_lib.TrainState) -> dict[str, Any]:
         """What a look at the state in trouble says: parameters that are not finite, devices whose copies are not equal."""
         devices: list[str] = []
-        for mismatch in self.mismatches(state):
+        for mismatch in self.soundness.mismatches(state):
             devices += [d for d in mismatch.devices if d not in devices]
         return {"nonfinite": step_lib.nonfinite_leaves(state.params)[:5], "devices": devices or None}
-
-    def mismatches(self, state: step_lib.TrainState) -> list[replicas.Mismatch]:
-        if self.copies is None:
-            return []
-        return self.copies.differing(np.asarray(jax.device_get(self.copies.hashes(state))))
 
     def _examine(self, state: step_lib.TrainState, position: Position, decision: Rewind) -> None:
         """Looks at the discarded batches with the restored state, and discards on while what follows is no better."""

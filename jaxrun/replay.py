@@ -94,12 +94,6 @@ def open_data(config: Config, workdir: Path) -> data.Dataset:
     return dataset
 
 
-def _mesh_of(workdir: Path, attempt: int) -> dict[str, int] | None:
-    """The mesh that an attempt ran on; None: unknown."""
-    starts = (rundir.read_json(workdir / rundir.RUN) or {"starts": []})["starts"]
-    return next((start["mesh"] for start in reversed(starts) if start["attempt"] <= attempt), None)
-
-
 def where(span: data.Span) -> str:
     """A stretch of a sequence, in words."""
     tokens = f"tokens {span.first_token} to {span.first_token + span.num_tokens - 1}"
@@ -134,7 +128,7 @@ def replay(config: Config, workdir: Path, step: int, attempt: int | None = None)
     t, dataset = config.train, open_data(config, workdir)
     sizes = sharding.resolve(config.mesh, jax.device_count())
     sharding.check(config, sizes)
-    if (ran_on := _mesh_of(workdir, attempt)) not in (None, sizes):
+    if (ran_on := rundir.conditions(workdir, attempt).get("mesh")) not in (None, sizes):
         log.warning(
             "%s: attempt %d ran on another mesh, %s; other bits here say nothing about it", workdir, attempt, ran_on
         )
@@ -203,8 +197,7 @@ def _before(  # noqa: PLR0917 (the place of a step in a run)
                     continue
         finally:
             checkpoints.close()
-    shardings = step_lib.state_shardings(fns, mesh)
-    return jax.jit(fns.init, out_shardings=shardings)(jax.random.key(config.train.seed)), 0
+    return step_lib.initial_state(fns, mesh, config.train.seed), 0
 
 
 def _layers(grads: Any, sizes_L: Sequence[np.ndarray]) -> list[Layer]:

@@ -41,8 +41,8 @@ class Replicas:
     devices: tuple[jax.Device, ...]
     hashes: Callable[[Any], jax.Array]
 
-    def differing(self, hashes: np.ndarray) -> list[Mismatch]:
-        found = []
+    def differing(self, hashes_on_device: jax.Array) -> list[Mismatch]:
+        hashes, found = np.asarray(jax.device_get(hashes_on_device)), []
         for column, (name, groups) in enumerate(zip(self.names, self.groups, strict=True)):
             odd: set[int] = set()
             for group in groups:

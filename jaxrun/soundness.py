@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxrun import launch
 from jaxrun.config import Config
 from jaxrun.guard import same_bits
-from jaxrun.replicas import Replicas
+from jaxrun.replicas import Mismatch, Replicas
 
 
 class Soundness:
@@ -47,6 +46,10 @@ class Soundness:
         saved = (c.every and step % c.every == 0) or step == self._config.train.num_steps
         return self._copies.hashes(state) if saved or step % g.replica_check_every == 0 else None
 
+    def mismatches(self, state: Any) -> list[Mismatch]:
+        """The arrays of a state whose copies differ, now."""
+        return self._copies.differing(self._copies.hashes(state)) if self._copies else []
+
     def sound_until(self, step: int, once: Any, again: Any, hashes: jax.Array | None) -> int | None:
         """None, unless a check of `step` failed: then the last step that is known to be sound.
 
@@ -60,7 +63,7 @@ class Soundness:
                 return step - 1
         if hashes is None or self._copies is None:
             return None
-        found = self._copies.differing(np.asarray(jax.device_get(hashes)))
+        found = self._copies.differing(hashes)
         for mismatch in found:
             self._on_event("replica_mismatch", step=step, **dataclasses.asdict(mismatch))
         if found:

@@ -216,6 +216,11 @@ def abstract_state(fns: Functions, mesh: jax.sharding.Mesh) -> TrainState:
     )
 
 
+def initial_state(fns: Functions, mesh: jax.sharding.Mesh, seed: int) -> TrainState:
+    """The state at step 0, made by every device for its own part."""
+    return jax.jit(fns.init, out_shardings=state_shardings(fns, mesh))(jax.random.key(seed))
+
+
 def compile_train_step(fns: Functions, train: TrainConfig, mesh: jax.sharding.Mesh, *, with_fault: bool = False) -> Any:
     """The train step's executable for `mesh`; it owns (donates) the state that it is given.
 

@@ -157,7 +157,7 @@ class Run:
         self.soundness = Soundness(config, copies, self._event)
         self.recovery = Recovery(
             config, workdir, dataset=dataset, mesh=mesh, fns=self.fns, history=self.history,
-            checkpoints=self.checkpoints, batch_at=self._batch_at, copies=copies,
+            checkpoints=self.checkpoints, batch_at=self._batch_at, soundness=self.soundness,
         )  # fmt: skip
         self.position = Position(self.recovery.new_guard())
 
@@ -276,7 +276,7 @@ class Run:
             flown = InFlight(at.step + 1, first[0], at.guard.lr_scale(at.step + 1), NO_UPDATE)
             state, once = self._without_update(train_step, state, first[1], flown)
             state, again = self._without_update(train_step, state, first[1], flown)
-            repeats = self.soundness.repeats = self.recovery.repeats = not launch.on_any(bool(differ(once, again)))
+            repeats = self.soundness.repeats = not launch.on_any(bool(differ(once, again)))
             self._event("self_test", repeats=repeats)
             if not repeats:
                 log.warning("a step does not repeat bit for bit here: the guard cannot tell bad hardware from bad data")
@@ -464,7 +464,7 @@ class Run:
         return state, batches
 
     def _stopped(self, state: step_lib.TrainState, reason: str) -> int:
-        if found := self.recovery.mismatches(state):
+        if found := self.soundness.mismatches(state):
             log.error("%s: stopping without saving: the copies of %s differ", reason, found[0].array)
         else:
             log.warning(

@@ -91,3 +91,26 @@ last_line() {
   done
   printf '\r\033[K' >&2
 }
+
+# take_arguments DEFAULT [ARGUMENT…]: sets $workdir (DEFAULT, or what --workdir says) and the array arguments, which are
+# for `jaxrun train`; --help shows the head of the script that is running.
+take_arguments() {
+  workdir=$1 arguments=()
+  shift
+  while [ $# -gt 0 ]; do
+    case $1 in
+      -h | --help)
+        awk 'NR > 1 && !/^#/ {exit} NR > 1 {sub(/^# ?/, ""); print}' "$0"
+        exit 0
+        ;;
+      --workdir)
+        [ $# -ge 2 ] || die "--workdir: has no value; write --workdir DIR"
+        workdir=$2
+        shift
+        ;;
+      --workdir=*) workdir=${1#--workdir=} ;;
+      *) arguments+=("$1") ;;
+    esac
+    shift
+  done
+}

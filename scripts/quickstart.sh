@@ -7,24 +7,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
-workdir="$root/runs/quickstart"
-arguments=()
-while [ $# -gt 0 ]; do
-  case $1 in
-    -h | --help)
-      awk 'NR > 1 && !/^#/ {exit} NR > 1 {sub(/^# ?/, ""); print}' "${BASH_SOURCE[0]}"
-      exit 0
-      ;;
-    --workdir)
-      [ $# -ge 2 ] || die "--workdir: has no value; write --workdir DIR"
-      workdir=$2
-      shift
-      ;;
-    --workdir=*) workdir=${1#--workdir=} ;;
-    *) arguments+=("$1") ;;
-  esac
-  shift
-done
+take_arguments "$root/runs/quickstart" "$@"
 
 # Runs a command so that SIGINT and SIGTERM reach it, and waits for how it ends: it may want to save first.
 run_to_its_end() {

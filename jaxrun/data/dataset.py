@@ -21,6 +21,7 @@ from jaxrun.data.cache import cache_root
 from jaxrun.data.prepare import DOCUMENT, FORMAT, META, prepare
 from jaxrun.data.tokenizer import Tokenizer
 from jaxrun.data.tokens import Segment, TokenStream, scan, vocab_problem, whole
+from jaxrun.journal import merge
 
 # train_00.bin beside val_00.bin, as llm.c and modded-nanogpt name them.
 _HELD_OUT_FILE = re.compile(r"(^|[^a-z])val([^a-z]|$)")
@@ -202,12 +203,7 @@ class Dataset:
                     "as `jaxrun ledger RUN --step N` prints them, and drop what is held out"
                 )
             stretches += found
-        merged: list[tuple[int, int]] = []
-        for start, end in sorted(stretches):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-            else:
-                merged.append((start, end))
+        merged = merge(stretches)
         if merged == [(0, len(self.train))]:
             raise ConfigError(f"config.data.deny: leaves nothing to train on of {self.source}; take names off the list")
         identity = json.dumps([self.fingerprint, merged]).encode()

@@ -91,12 +91,9 @@ class Guard:
             return self, None
         if not detector.is_out(excursion):
             return self, None
-        skip = (max(0, excursion.onset_batch - self.cfg.skip_margin), self.state.last_batch + 1)
-        memory, decision = policy.rewind(
-            self.memory, self.cfg, self.reach, step=last, onset_step=excursion.onset_step,
-            onset_batch=excursion.onset_batch, skip=skip, cause="spike",
-        )  # fmt: skip
-        return replace(self, state=detector.decided(self.state), memory=memory), decision
+        batches = (excursion.onset_batch, self.state.last_batch + 1)
+        after, decision = self.rewind_for_window(last, excursion.onset_step, batches)
+        return replace(after, state=detector.decided(self.state)), decision
 
     @property
     def loss_width(self) -> float:
@@ -149,7 +146,7 @@ class Guard:
         return replace(self, memory=memory), decision
 
     def rewind_for_window(self, step: int, onset_step: int, batches: tuple[int, int]) -> tuple[Guard, Rewind | GiveUp]:
-        """A rewind over a window of bad data (half-open) that had passed for a new level."""
+        """A rewind over a window of bad data (half-open) that no record decided about."""
         skip = (max(0, batches[0] - self.cfg.skip_margin), batches[1])
         memory, decision = policy.rewind(
             self.memory, self.cfg, self.reach, step=step, onset_step=onset_step, onset_batch=batches[0], skip=skip,
