@@ -234,6 +234,15 @@ class TelemetryConfig:
     tensorboard: bool = True
     # Peak FLOP/s of one device for MFU; null: looked up by the device's kind, measured on a CPU.
     peak_flops: float | None = None
+    # Steps between lines that also have the norms layer by layer; 0: none.
+    norms_every: int = 100
+    # Seconds between two looks at the GPUs (NVML) and this host, kept in devices/<process>.jsonl; 0: never.
+    device_every_s: float = 10.0
+    # Steps between the processes' telling each other how they and their GPUs are; 0: never.
+    exchange_every: int = 20
+    # A process whose own time a step is this many times the median of all, that many exchanges in a row, is named.
+    straggler_factor: float = 1.5
+    straggler_times: int = 3
     # Steps to trace with the profiler, from profile_start on; 0: none.
     profile_steps: int = 0
     profile_start: int = 10
@@ -459,13 +468,14 @@ def _values_out_of_range(c: Config) -> Iterator[tuple[str, str]]:
         "optim.clip_norm", "checkpoint.keep", "data.prefetch", "telemetry.peak_flops",
         "guard.outlier_sigma", "guard.loss_floor", "guard.max_climb", "guard.calm_steps", "guard.patience", "guard.max_patience",
         "guard.shift_limit", "guard.nonfinite_steps", "guard.max_skips", "guard.skip_window", "guard.max_rewinds", "guard.rewind_window",
-        "guard.lr_factor", "guard.lr_floor", "guard.healthy_steps",
+        "guard.lr_factor", "guard.lr_floor", "guard.healthy_steps", "telemetry.straggler_factor", "telemetry.straggler_times",
     )  # fmt: skip
     not_negative = (
         "train.eval_every", "train.seed", "model.z_loss", "optim.warmup_steps", "optim.weight_decay", "checkpoint.every",
         "checkpoint.keep_every", "data.num_workers", "telemetry.profile_steps", "telemetry.profile_start", "guard.rewind_steps",
         "guard.skip_margin", "guard.max_discarded_batches", "guard.lr_ramp_steps",
-        "guard.replica_check_every", "guard.spot_check_every",
+        "guard.replica_check_every", "guard.spot_check_every", "telemetry.norms_every", "telemetry.device_every_s",
+        "telemetry.exchange_every",
     )  # fmt: skip
     share = (
         "model.dropout",

@@ -16,9 +16,11 @@ from jaxrun.journal import Journal, plain, skipped_windows
 DECISIVE = (
     "checkpoint_saved", "checkpoint_verified", "checkpoint_good", "checkpoint_rejected", "spike", "rebaselined",
     "triage_started", "triage", "rewind", "window_skipped", "window_examined", "resume", "fault", "gave_up", "finished",
+    "device_health",
 )  # fmt: skip
 
-# The kinds that the alert command hears of, besides a triage that blames the hardware.
+# The kinds that the alert command hears of, besides a triage that blames the hardware and a device that may compute
+# wrongly.
 ALERTING = ("rewind", "replica_mismatch", "repetition_differs", "checkpoint_failed", "gave_up")
 
 Event = tuple[str, int, Mapping[str, Any]]
@@ -52,7 +54,7 @@ class History:
             lines = [{"step": step, "attempt": self.attempt, "kind": kind, **rest} for kind, step, rest in events]
         self._events += [e for e in lines if e["kind"] in DECISIVE]
         for event in lines if self._alert else ():
-            if event["kind"] in ALERTING or event.get("verdict") == "hardware":
+            if event["kind"] in ALERTING or event.get("verdict") == "hardware" or event.get("unsound"):
                 assert self._alert is not None
                 self._alert.send(plain({"workdir": str(self._workdir), **event}))
 
@@ -63,6 +65,14 @@ class History:
     def struck(self) -> dict[str, int]:
         """The machine faults that have struck, and in which attempt."""
         return {e["fault"]: e["attempt"] for e in self._events if e["kind"] == "fault"}
+
+    def unsound_devices(self, since_step: int) -> list[str]:
+        """Devices that reported, at `since_step` or later and since the last rewind, what makes numbers wrong:
+        `cuda:3 of node7: ecc_uncorrected`."""
+        rewinds = [i for i, e in enumerate(self._events) if e["kind"] == "rewind"]
+        recent = self._events[rewinds[-1] :] if rewinds else self._events
+        found = (e for e in recent if e["kind"] == "device_health" and e["unsound"] and e["step"] >= since_step)
+        return [f"{e['device']} of {e['host']}: {e['problem']}" for e in found]
 
     def last_decision(self) -> tuple[Rewind | None, bool]:
         """The last rewind, its window as wide as it was found to be; and whether the run went on from a second run

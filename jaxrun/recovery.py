@@ -113,8 +113,9 @@ class Recovery:
         elif self.config.guard.triage:
             if self.soundness.repeats:
                 return self._ask_why(state, position, Question(decision.step, decision.onset_step, decision.cause))
-            reason = "a step does not repeat bit for bit here, so a second run would say nothing"
-            findings.append(("triage", decision.step, {"verdict": "undetermined", "devices": None, "reason": reason}))
+            findings.append(self._verdict_without_second_run(decision))
+            if findings[0][2]["verdict"] == "hardware" and isinstance(decision, Rewind):
+                position.guard, decision = position.guard.rewind_for_hardware(decision.step, decision.onset_step)
         if isinstance(decision, GiveUp):
             self._give_up(decision, findings)
             return None
@@ -232,7 +233,8 @@ class Recovery:
         triage, self.triage = self.triage, None
         assert triage is not None
         triage = _agreed(triage)
-        verdict = triage.verdict(trouble_is_back=trouble_is_back)
+        reported = self._reported(triage.onset_step)
+        verdict = triage.verdict(trouble_is_back=trouble_is_back, device_error=bool(reported))
         log.error(
             "triage: %s (%s)", verdict,
             "every number repeats" if triage.differs_at is None else f"step {triage.differs_at} came out otherwise",
@@ -240,8 +242,20 @@ class Recovery:
         fields = {
             "verdict": verdict, "onset": triage.onset_step, "from_step": triage.from_step, "to_step": triage.to_step,
             "differs_at": triage.differs_at, "devices": triage.devices and list(triage.devices),
+            **({"reported": reported} if reported else {}),
         }  # fmt: skip
         return "triage", triage.until_step, fields
+
+    def _verdict_without_second_run(self, decision: Rewind | GiveUp) -> Event:
+        reason = "a step does not repeat bit for bit here, so a second run would say nothing"
+        fields: dict[str, Any] = {"verdict": "undetermined", "devices": None, "reason": reason}
+        if reported := self._reported(decision.onset_step):
+            fields |= {"verdict": "hardware", "reported": reported}
+        return "triage", decision.step, fields
+
+    def _reported(self, onset_step: int) -> list[str]:
+        """What devices have said against themselves around the onset, which may be noticed a little late."""
+        return self.history.unsound_devices(max(0, onset_step - self.config.guard.skip_margin))
 
     def _rewind(
         self, state: step_lib.TrainState, position: Position, decision: Rewind, findings: list[Event]

@@ -57,6 +57,7 @@ class Metrics(NamedTuple):
     loss: nats per token, before the update. grad_norm: global norm before clipping. param_norm: after the update;
     NaN where that of any device is not finite.
     lr: as applied. tokens: loss-bearing tokens of the batch. skip_reason: index into SKIP_REASONS, 0 if applied.
+    groups: the three norms group by group: {"grad_norm": {"layers": [L], "embedding": scalar, …}, …}.
     """
 
     loss: jax.Array
@@ -66,6 +67,7 @@ class Metrics(NamedTuple):
     lr: jax.Array
     tokens: jax.Array
     skip_reason: jax.Array
+    groups: dict[str, dict[str, jax.Array]]
 
 
 class Functions(NamedTuple):
@@ -126,7 +128,7 @@ def build(config: Config) -> Functions:
         loss, grads = gradients(state.params, batch, dropout_key(step))
         if controls.grad_fault is not None and fault_layer is not None:
             grads = faults.inf_in_layer(grads, fault_layer, controls.grad_fault)
-        grad_norm = optax.tree.norm(grads)
+        grad_norm, grad_norms = norms(grads)
         if config.optim.clip_norm is not None:
             scale = jnp.minimum(1.0, config.optim.clip_norm / jnp.maximum(grad_norm, 1e-30))
             grads = jax.tree.map(lambda g: g * scale, grads)
@@ -144,15 +146,17 @@ def build(config: Config) -> Functions:
             (params, opt_state),
             (state.params, state.opt_state),
         )
-        param_norm = optax.tree.norm(params)
+        param_norm, param_norms = norms(params)
+        update_norm, update_norms = norms(updates)
         metrics = Metrics(
             loss=loss,
             grad_norm=grad_norm,
             param_norm=jnp.where(sharding.everywhere(jnp.isfinite(param_norm)), param_norm, jnp.nan),
-            update_norm=jnp.where(skip_reason == 0, optax.tree.norm(updates), 0.0),
+            update_norm=jnp.where(skip_reason == 0, update_norm, 0.0),
             lr=lr,
             tokens=batch.weights.sum(),
             skip_reason=skip_reason,
+            groups={"grad_norm": grad_norms, "param_norm": param_norms, "update_norm": update_norms},
         )
         return TrainState(step=step, params=params, opt_state=opt_state), metrics
 
@@ -168,6 +172,18 @@ def build(config: Config) -> Functions:
         return gradients(state.params, batch, key)[1], sizes
 
     return Functions(init, train_step, eval_step, functools.partial(eval_step, per_sequence=True), inspect, model)
+
+
+def norms(tree: models.Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The 2-norm of all, and of every group: of each layer [L], of each other part as a whole. One sweep serves both."""
+    squares: dict[str, jax.Array] = {}
+    for group, leaves in tree.items():
+        kept = 1 if group == "layers" else 0
+        squares[group] = jax.tree.reduce(
+            jnp.add, jax.tree.map(lambda x, k=kept: jnp.square(x).sum(range(k, x.ndim)), leaves)
+        )
+    total = jax.tree.reduce(jnp.add, [s.sum() for s in squares.values()])
+    return jnp.sqrt(total), {group: jnp.sqrt(s) for group, s in squares.items()}
 
 
 def nonfinite_leaves(params: models.Params) -> list[str]:

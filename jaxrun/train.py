@@ -22,7 +22,6 @@ import jax
 import numpy as np
 
 from jaxrun import checkpoint, data, faults, launch, replicas, rundir, sharding
-from jaxrun import config as config_lib
 from jaxrun import step as step_lib
 from jaxrun.config import Config, ConfigError
 from jaxrun.data.cache import cache_root
@@ -30,15 +29,11 @@ from jaxrun.evaluate import held_out_loss, to_devices
 from jaxrun.guard import GiveUp, Question, Rebaseline, Record, Rewind, SpikeOver, SpikeSeen
 from jaxrun.history import History
 from jaxrun.journal import StepRecords, is_skipped
+from jaxrun.observer import ACCOUNT_EVERY_S, Observer
 from jaxrun.recovery import Position, Recovery
 from jaxrun.soundness import Soundness, differ
-from jaxrun.telemetry.efficiency import Efficiency
-from jaxrun.telemetry.flops import flops_6n, param_count, reference_flops
-from jaxrun.telemetry.hlo import executed_flops
-from jaxrun.telemetry.interval import Interval
-from jaxrun.telemetry.metrics import MetricsWriter
+from jaxrun.telemetry.flops import param_count
 from jaxrun.telemetry.peaks import Peak, peak
-from jaxrun.telemetry.progress import Profile, Progress
 
 log = logging.getLogger("jaxrun")
 # Exit codes: jaxrun's contract with schedulers and supervisors.
@@ -135,14 +130,8 @@ class Run:
         alert = launch.Alert(config.guard.alert) if config.guard.alert and is_writer else None
         self.history = History(workdir, claim["events"], claim["attempt"], alert)
         self.records = StepRecords(workdir) if is_writer else None
-        p, attempt = config.telemetry, self.history.attempt
-        self.metrics = MetricsWriter(workdir, tensorboard=p.tensorboard, attempt=attempt) if is_writer else None
-        if self.metrics:
-            self.metrics.write_hparams(config_lib.flatten(config_lib.to_dict(config)))
-        self.progress = Progress(config.train.num_steps) if is_writer else None
-        self.profile = Profile(
-            workdir / "tensorboard" / "profile", first_step=p.profile_start, num_steps=p.profile_steps
-        )
+        self.observer = Observer(config, workdir, mesh, attempt=self.history.attempt, on_event=self._event)
+        self.spent = self.observer.spent
         self.checkpoints = checkpoint.Checkpointer(
             workdir / "checkpoints",
             keep=config.checkpoint.keep,
@@ -150,7 +139,6 @@ class Run:
             on_event=self._on_checkpoint_event,
         )
         self.loader: data.Loader | None = None
-        self.interval = Interval()
         self.in_flight: collections.deque[InFlight] = collections.deque()
 
         copies = replicas.build(step_lib.abstract_state(self.fns, mesh), mesh)
@@ -170,19 +158,16 @@ class Run:
         # Slow things that do not need each other: compiling, and bringing the state (Orbax's import included).
         background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
         compiling = background.submit(self._compile)
-        self.efficiency = Efficiency(
-            self.peak, jax.device_count(),
-            model_flops=background.submit(reference_flops, step_lib.build, self.config),
-            executed_flops=background.submit(lambda: executed_flops(compiling.result()[0].as_text(), jax.device_count())),
-            flops_6n=flops_6n(self.config.model, t.seq_len, t.batch_size * t.seq_len),
-        )  # fmt: skip
+        self.observer.efficiency_of(compiling, background, self.peak)
         background.shutdown(wait=False)
-        state, self.position = self.recovery.start()
+        with self.spent.on("restore"):
+            state, self.position = self.recovery.start()
         if self.position.step > t.num_steps:
             raise ConfigError(
                 f"config.train.num_steps: {t.num_steps}, but {self.workdir} is at step {self.position.step}; raise it"
             )
-        train_step, compile_s = compiling.result()
+        with self.spent.on("compile"):
+            train_step, compile_s = compiling.result()
         self._event("compiled", compile_s=compile_s)
         log.info("compiled the train step in %.1f s", compile_s)
         state, batches = self._self_test(train_step, state, self._batches())
@@ -190,7 +175,9 @@ class Run:
             at = self.position
             decision = self._judge(up_to=at.step if at.step == t.num_steps else at.step + 1 - LAG)
             if decision is not None:
-                recovered = self.recovery.go_back(state, at, decision)
+                self.observer.account(at.step)
+                with self.spent.on("recovery"):
+                    recovered = self.recovery.go_back(state, at, decision)
                 if recovered is None:
                     return GAVE_UP
                 state, batches = self._went_back(*recovered)
@@ -202,6 +189,7 @@ class Run:
 
             state = self._dispatch(train_step, state, batches)
             self.checkpoints.poll()
+            self.observer.account(at.step, at_least_s=ACCOUNT_EVERY_S)
             if t.eval_every and at.step % t.eval_every == 0 and at.step < t.num_steps:
                 self._evaluate(state)
             if c.every and at.step % c.every == 0 and at.step < t.num_steps:
@@ -209,6 +197,7 @@ class Run:
         if t.eval_every:
             self._evaluate(state)
         self._save(state, wait=True)
+        self.observer.account(self.position.step)
         self._event("finished")
         return FINISHED
 
@@ -217,10 +206,10 @@ class Run:
     ) -> step_lib.TrainState:
         """Sends the next step to the devices, and with it what is to be checked; its numbers are fetched later."""
         at = self.position
-        with self.interval.waiting():
+        with self.spent.on("data_wait"):
             batch_index, batch = next(batches)
         state = self._strike(state)
-        self.profile.before(at.step + 1, state)
+        self.observer.profile.before(at.step + 1, state)
         flown = InFlight(at.step + 1, batch_index, at.guard.lr_scale(at.step + 1), at.guard.grad_limit)
         if self.soundness.is_computed_twice(flown.step):
             state, flown.again = self._without_update(train_step, state, batch, flown)
@@ -228,6 +217,7 @@ class Run:
         flown.hashes = self.soundness.hashes(flown.step, state)
         at.step, at.batch_index = flown.step, batch_index + 1
         self.in_flight.append(flown)
+        self.observer.tell(at.step)
         return state
 
     # -- the start ----------------------------------------------------------------------------------------------------
@@ -281,7 +271,7 @@ class Run:
             if not repeats:
                 log.warning("a step does not repeat bit for bit here: the guard cannot tell bad hardware from bad data")
         self.soundness.sound_step = at.step
-        self.interval.restart()
+        self.observer.begin_steps(at.step)
         return state, batches
 
     # -- before a step ------------------------------------------------------------------------------------------------
@@ -374,10 +364,12 @@ class Run:
         """Reads, records and logs the numbers of steps up to `up_to` that are still on the device."""
         while self.in_flight and self.in_flight[0].step <= up_to:
             flown = self.in_flight.popleft()
-            m: Any = step_lib.Metrics(*(x.item() for x in jax.device_get(flown.metrics)))
+            with self.observer.fetching():
+                numbers = jax.device_get(flown.metrics._replace(groups={}))
+            m: Any = jax.tree.map(lambda x: x.item(), numbers)
             m = m._replace(loss=self.faults.reported_loss(flown.batch_index, m.loss))
             skipped = step_lib.SKIP_REASONS[m.skip_reason]
-            self.interval.count(m.tokens)
+            self.observer.finished(m.tokens)
             self.position.tokens += 0.0 if skipped else m.tokens
             record = Record(
                 step=flown.step, batch_index=flown.batch_index, loss=m.loss, grad_norm=m.grad_norm, update_applied=not skipped,
@@ -392,37 +384,15 @@ class Run:
                 )  # fmt: skip
             if skipped:
                 self._event("update_skipped", step=flown.step, batch_index=flown.batch_index, reason=skipped)
-            t = self.config.train
-            if skipped or flown.step in (1, t.num_steps) or flown.step % t.log_every == 0:
-                self._log(flown, m)
-
-    def _log(self, flown: InFlight, m: Any) -> None:
-        if not (self.metrics and self.progress):
-            return
-        speed = self.interval.take(jax.device_count())
-        line = {
-            "step": flown.step,
-            "attempt": self.history.attempt,
-            "batch_index": flown.batch_index,
-            "time": time.time(),
-            "loss": m.loss,
-            "grad_norm": m.grad_norm,
-            "param_norm": m.param_norm,
-            "update_norm": m.update_norm,
-            "lr": m.lr,
-            "lr_scale": flown.lr_scale,
-            "update_applied": m.skip_reason == 0,
-            "tokens": int(self.position.tokens),
-            **speed,
-            **self.efficiency.at(speed["step_time_s"]),
-        }
-        self.metrics.write(line)
-        self.progress.show(line)
+            if skipped or self.observer.wants_line(flown.step):
+                self.observer.log(flown, m, attempt=self.history.attempt, tokens=int(self.position.tokens))
+        self.observer.hear(up_to=up_to)
 
     def _evaluate(self, state: step_lib.TrainState) -> None:
         """Held-out loss in nats per token, over the same tokens every time."""
         t = self.config.train
-        with self.interval.paused():
+        self._fetch(up_to=self.position.step)
+        with self.spent.on("evaluation"):
             loss, _ = held_out_loss(
                 self.eval_step,
                 state.params,
@@ -431,17 +401,14 @@ class Run:
                 mesh=self.mesh,
                 max_batches=t.eval_batches,
             )
-        self._fetch(up_to=self.position.step)
-        if self.metrics and self.progress:
-            line = {"step": self.position.step, "attempt": self.history.attempt, "time": time.time(), "eval_loss": loss}
-            self.metrics.write(line)
-            self.progress.show(line)
+        self.observer.evaluated(self.position.step, self.history.attempt, loss)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def _save(self, state: step_lib.TrainState, *, wait: bool = False) -> None:
-        with self.interval.paused():
-            self._fetch(up_to=self.position.step)
+        self._fetch(up_to=self.position.step)  # its wait is that of the steps
+        self.observer.account(self.position.step)
+        with self.spent.on("checkpoint"):
             self.checkpoints.save(self.position.step, state, self.position.to_dict(), wait=wait)
 
     def _on_checkpoint_event(self, kind: str, fields: dict[str, Any]) -> None:
@@ -457,11 +424,8 @@ class Run:
         """Goes on from where a recovery has left the run."""
         self.position, self.soundness.sound_step = position, position.step
         self.in_flight.clear()
-        if self.metrics:
-            self.metrics.rewound(self.history.attempt)
-        batches = self._batches()
-        self.interval.restart()
-        return state, batches
+        self.observer.rewound(self.history.attempt, position.step)
+        return state, self._batches()
 
     def _stopped(self, state: step_lib.TrainState, reason: str) -> int:
         if found := self.soundness.mismatches(state):
@@ -471,6 +435,7 @@ class Run:
                 "%s: saving step %d and stopping; the same command goes on from there", reason, self.position.step
             )
             self._save(state, wait=True)
+        self.observer.account(self.position.step)
         self._event("preempted", reason=reason)
         return STOPPED
 
@@ -482,7 +447,7 @@ class Run:
         if self.loader is not None:
             self.loader.close()
         self.checkpoints.close()
-        for edge in (self.profile, self.progress, self.metrics, self.records, self.history):
+        for edge in (self.observer, self.records, self.history):
             if edge is not None:
                 edge.close()
         if self.lock:

@@ -333,6 +333,21 @@ def test_the_learning_rate_is_the_schedules_times_the_guards() -> None:
 
 
 # Small final scales make small gradients everywhere but in the scales themselves, which a zero head silences.
+def test_the_norms_of_the_groups_are_those_of_their_arrays_and_add_up_to_the_whole() -> None:
+    run = trainer()
+    state, metrics = run.step(run.state(), make_batch())
+    groups = jax.device_get(metrics.groups)
+    assert set(groups) == {"grad_norm", "param_norm", "update_norm"}
+    for norm, by_group in groups.items():
+        assert set(by_group) == set(state.params)
+        assert by_group["layers"].shape == (CONFIG.model.num_layers,)
+        total = math.sqrt(sum(float(np.square(values).sum()) for values in by_group.values()))
+        assert total == pytest.approx(float(getattr(metrics, norm)), rel=1e-6)
+    for layer in range(CONFIG.model.num_layers):
+        own = jax.tree.map(lambda x, i=layer: x[i], state.params["layers"])
+        assert groups["param_norm"]["layers"][layer] == pytest.approx(float(optax.tree.norm(own)), rel=1e-6)
+
+
 @pytest.mark.parametrize("params", [{}, {"norm.scale": np.float32(1e-2), "head": np.float32(0)}], ids=["long", "short"])
 def test_clipping_shortens_long_gradients_and_the_norm_reported_is_the_raw_one(params: dict[str, np.ndarray]) -> None:
     run, clip = trainer(), CONFIG.optim.clip_norm

@@ -6,7 +6,8 @@
     no                      no                      hardware: nothing to blame, the second run is the true one
     no                      yes                     undetermined: both, or a machine that is still wrong
     yes                     no                      hardware, if the trouble was in parameters or copies, which the
-                                                    record does not hold; else undetermined
+                                                    record does not hold, or if a device has reported an error; else
+                                                    undetermined
 
 The comparison means something only where a step repeats bit for bit; a self-test at the start says so. A second
 run that differs from its beginning says that the checkpoint was taken when the machine was wrong already: it is
@@ -84,11 +85,11 @@ class Triage:
             return self
         return replace(self, differs_at=record.step)
 
-    def verdict(self, *, trouble_is_back: bool) -> Verdict:
+    def verdict(self, *, trouble_is_back: bool, device_error: bool = False) -> Verdict:
         if trouble_is_back:
             return "data" if self.differs_at is None else "undetermined"
         unrecorded = bool(self.recorded) and (self.cause == "nonfinite_params" or self.devices is not None)
-        return "hardware" if self.differs_at is not None or unrecorded else "undetermined"
+        return "hardware" if self.differs_at is not None or unrecorded or device_error else "undetermined"
 
 
 def same_bits(a: float | None, b: float | None) -> bool:

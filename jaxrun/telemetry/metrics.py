@@ -32,6 +32,8 @@ CLEAN_POINTS = 5000
 _NOT_CURVES = ("step", "attempt", "time", "batch_index")
 _PERFORMANCE = (
     "step_time_s",
+    "step_time_p50_s",
+    "step_time_p99_s",
     "data_wait_s",
     "tokens_per_sec",
     "tokens_per_sec_per_device",
@@ -48,7 +50,7 @@ _CHARTS = {
     "speed": {
         "tokens per second": ["perf/tokens_per_sec"],
         "utilisation": ["perf/mfu", "perf/hfu", "perf/mfu_6n"],
-        "seconds per step": ["perf/step_time_s", "perf/data_wait_s"],
+        "seconds per step": ["perf/step_time_s", "perf/step_time_p50_s", "perf/step_time_p99_s", "perf/data_wait_s"],
     },
 }
 

@@ -89,7 +89,7 @@ def test_the_journal_tells_the_run(finished: Path) -> None:
     assert (found[0]["kind"], found[0]["step"]) == ("start", 0)
     assert (found[-1]["kind"], found[-1]["step"]) == ("finished", NUM_STEPS)
     assert {e["kind"] for e in found} <= {
-        "start", "self_test", "compiled", "checkpoint_saved", "checkpoint_verified", "checkpoint_good", "finished",
+        "start", "self_test", "compiled", "checkpoint_saved", "checkpoint_verified", "checkpoint_good", "time_spent", "finished",
     }  # fmt: skip
     for kind in ("checkpoint_saved", "checkpoint_verified"):
         assert [e["step"] for e in events(finished, kind)] == [40, 80, 120, 160, 200]

@@ -46,6 +46,11 @@ def test_the_verdicts(differs_at, trouble_is_back, verdict):
     assert triage(differs_at=differs_at).verdict(trouble_is_back=trouble_is_back) == verdict
 
 
+def test_a_device_that_reported_an_error_is_blamed_where_the_trouble_did_not_come_back():
+    assert triage().verdict(trouble_is_back=False, device_error=True) == "hardware"
+    assert triage().verdict(trouble_is_back=True, device_error=True) == "data"
+
+
 def test_a_second_run_that_repeats_differs_nowhere():
     assert compared(triage(), *map(again, RECORDED)).differs_at is None
 

@@ -88,13 +88,13 @@ def test_tensorflow_is_silent_and_takes_no_gpu(ran: tuple[dict, str]) -> None:
 
 
 def test_tags_say_what_a_curve_is_about() -> None:
-    keys = ("loss", "eval_loss", "tokens_per_sec", "mfu", "host_rss_bytes", "norms/layers")
+    keys = ("loss", "eval_loss", "tokens_per_sec", "mfu", "host_memory_bytes", "norms/layers")
     assert [tag(k) for k in keys] == [
         "train/loss",
         "eval/loss",
         "perf/tokens_per_sec",
         "perf/mfu",
-        "memory/host_rss_bytes",
+        "memory/host_memory_bytes",
         "norms/layers",
     ]
 
