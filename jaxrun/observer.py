@@ -163,15 +163,20 @@ class Observer:
         if self._metrics:
             self._metrics.rewound(attempt)
         self._accounted_step = step
-        self._told.clear()
         self._interval.restart()
 
     # -- processes and devices ----------------------------------------------------------------------------------------
 
-    def tell(self, step: int) -> None:
+    def before_going_back(self, step: int) -> None:
+        """Learns what devices say of themselves before it is decided why there is trouble; and accounts for the time."""
+        self.tell(step, now=True)
+        self.hear(up_to=step)
+        self.account(step)
+
+    def tell(self, step: int, *, now: bool = False) -> None:
         """Now and then, after a step was dispatched: tells the others how this process and its devices are."""
         every = self._config.telemetry.exchange_every
-        if not every or step % every:
+        if not every or (step % every and not now):
             return
         spent, waited_s, last_step = self.spent.read(), self._device_wait_s, self._told_at[2]
         before, waited_before_s, _ = self._told_at

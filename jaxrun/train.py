@@ -175,7 +175,7 @@ class Run:
             at = self.position
             decision = self._judge(up_to=at.step if at.step == t.num_steps else at.step + 1 - LAG)
             if decision is not None:
-                self.observer.account(at.step)
+                self.observer.before_going_back(at.step)
                 with self.spent.on("recovery"):
                     recovered = self.recovery.go_back(state, at, decision)
                 if recovered is None:

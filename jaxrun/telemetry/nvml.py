@@ -27,7 +27,7 @@ class Reading:
     """One look at one device; None: the board does not say.
 
     Attributes:
-      device: its ordinal in this process, as JAX's `local_hardware_id`.
+      device: its place among the devices of this process.
       temperature_limit_c, memory_temperature_limit_c: above which the board slows itself down.
       throttle: why its clocks are below what they could be.
       ecc_corrected, ecc_uncorrected: errors since the driver was loaded; `_total`: in the board's life.
@@ -72,7 +72,7 @@ class Nvml:
     """NVML, open for the GPUs of this process.
 
     Args:
-      pci_bus_ids: of each local device, by its CUDA ordinal. NVML counts otherwise than CUDA, and takes no notice of
+      pci_bus_ids: of each device of this process. NVML counts otherwise than CUDA, and takes no notice of
         CUDA_VISIBLE_DEVICES.
 
     Raises:
