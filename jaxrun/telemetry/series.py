@@ -8,28 +8,31 @@ attempt a at step s is kept if s <= r_b for every later attempt b, whether or no
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-import pydantic_core
 
 from jaxrun.config import ConfigError
 from jaxrun.journal import EVENTS, METRICS, read_lines
 
-_BLOCK_BYTES = 1 << 18
-_TYPES = {
+if TYPE_CHECKING:
+    import polars as pl
+
+_BLOCK_BYTES = 1 << 23
+_TYPES: dict[str, type[np.generic]] = {
     "step": np.int64,
     "attempt": np.int64,
     "batch_index": np.int64,
     "tokens": np.int64,
     "update_applied": np.bool_,
 }
+_ALWAYS = ("step", "attempt", "eval_loss")
 
 
 @dataclass(frozen=True)
@@ -67,21 +70,65 @@ def clean_series(workdir: Path, *, keys: Sequence[str] | None = None, end: int |
       end: bytes of metrics.jsonl to read; null: all of it.
     """
     lines = all_lines(workdir, keys=keys, end=end)
-    rows = _clean_rows(lines, restores(list(read_lines(Path(workdir) / EVENTS))))
-    return Series({key: column[rows] for key, column in lines.columns.items()})
+    return _taken(lines, _clean_rows(lines, restores(list(read_lines(Path(workdir) / EVENTS)))))
 
 
-def all_lines(workdir: Path, *, keys: Sequence[str] | None = None, end: int | None = None) -> Series:
-    """Every line of a run, in the order of the file; for the arguments see `clean_series`."""
-    pieces: list[tuple[np.ndarray, tuple[str, ...], np.ndarray, np.ndarray]] = []
-    num_rows = 0
-    for records in _blocks(Path(workdir) / METRICS, end):
-        for members in _alike(records):
-            names = records[members[0]]
-            wanted = tuple(n for n in names if keys is None or n in keys or n in ("step", "attempt", "eval_loss"))
-            pieces.append((np.array(members) + num_rows, *_numbers([records[i] for i in members], wanted)))
-        num_rows += len(records)
-    return Series(_columns(pieces, num_rows))
+def all_lines(
+    workdir: Path, *, keys: Sequence[str] | None = None, end: int | None = None, only: Callable[[str], bool] | None = None
+) -> Series:
+    """Every line of a run, in the order of the file; for the arguments see `clean_series`.
+
+    Args:
+      only: leave out the lines in which no key that it is true for has a value.
+    """
+    frames = []
+    for frame in _frames(Path(workdir) / METRICS, 0, end, keys):
+        if only is not None:
+            import polars as pl
+
+            names = [name for name in frame.columns if only(name)]
+            if not names:
+                continue
+            known = [name for name in _ALWAYS if name in frame.columns]
+            frame = frame.select(*known, *names).filter(pl.any_horizontal(pl.col(names).is_not_null()))  # noqa: PLW2901
+        frames.append(frame)
+    return _series(frames)
+
+
+class Follower:
+    """The clean series of a run that is going on: each `read` takes in only what was added since.
+
+    Args:
+      keys: as for `clean_series`.
+    """
+
+    def __init__(self, workdir: Path, keys: Sequence[str]):
+        self._path, self._keys = Path(workdir) / METRICS, keys
+        self._end, self._frames = 0, list[Any]()
+
+    def read(self, events: Sequence[dict[str, Any]]) -> Series:
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size < self._end:  # another file: the run was made anew
+            self._end, self._frames = 0, []
+        if size > self._end:
+            whole = whole_lines_end(self._path, size)
+            self._frames += _frames(self._path, self._end, whole, self._keys)
+            self._end = max(self._end, whole)
+        lines = _series(list(self._frames))
+        return _taken(lines, _clean_rows(lines, restores(events)))
+
+
+def whole_lines_end(path: Path, size: int) -> int:
+    """Where the last whole line of the file's first `size` bytes ends."""
+    with open(path, "rb") as file:
+        while size > 0:
+            start = max(0, size - _BLOCK_BYTES)
+            file.seek(start)
+            newline = file.read(size - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            size = start
+    return 0
 
 
 def restores(events: Sequence[dict[str, Any]]) -> dict[int, int]:
@@ -111,74 +158,101 @@ def _clean_rows(lines: Series, restore_points: dict[int, int]) -> np.ndarray:
     return rows[len(rows) - 1 - last]
 
 
-def _blocks(path: Path, end: int | None) -> Iterator[list[dict[str, Any]]]:
-    """The whole lines of a growing file, some hundreds at a time."""
+def _taken(lines: Series, rows: np.ndarray) -> Series:
+    """These rows of the lines, which are used up: one column at a time is in memory twice."""
+    if len(rows) == len(lines) and (np.diff(rows) > 0).all():
+        return lines
+    columns = lines.columns
+    return Series({name: columns.pop(name)[rows] for name in list(columns)})
+
+
+def _blocks(path: Path, start: int, end: int | None) -> Iterator[bytes]:
+    """The whole lines of a growing file between two bytes, some thousands at a time."""
     try:
         file = open(path, "rb")  # noqa: SIM115 (closed below)
     except FileNotFoundError:
         return
     with file:
-        left, torn = os.fstat(file.fileno()).st_size if end is None else end, b""
-        while data := file.read(min(left, _BLOCK_BYTES)):
+        file.seek(start)
+        left, torn = (os.fstat(file.fileno()).st_size if end is None else end) - start, b""
+        while data := file.read(max(0, min(left, _BLOCK_BYTES))):
             left -= len(data)
             whole, newline, torn = (torn + data).rpartition(b"\n")
             if newline:
-                # One call for many lines: several times faster than one for each, and than the json module.
-                yield pydantic_core.from_json(b"[" + whole.replace(b"\n", b",") + b"]", cache_strings="keys")
+                yield whole
 
 
-def _alike(records: list[dict[str, Any]]) -> list[list[int]]:
-    """The indices of the records, grouped by their keys."""
-    lengths = np.fromiter(map(len, records), np.int64, len(records))
-    groups: list[list[int]] = []
-    for length in np.unique(lengths).tolist():
-        members = np.flatnonzero(lengths == length).tolist()
-        keys = records[members[0]].keys()
-        if all(records[i].keys() == keys for i in members):
-            groups.append(members)
-        else:
-            by_keys: dict[frozenset[str], list[int]] = {}
-            for i in members:
-                by_keys.setdefault(frozenset(records[i]), []).append(i)
-            groups.extend(by_keys.values())
-    return groups
+def _frames(path: Path, start: int, end: int | None, keys: Sequence[str] | None) -> Iterator[pl.DataFrame]:
+    """The numbers of the file, a frame for each block; null where a line has no such key."""
+    names = list(dict.fromkeys([*_ALWAYS, *keys])) if keys is not None else ["step", "attempt"]
+    for block in _blocks(path, start, end):
+        frame = _parsed(block, {name: _dtype(name) for name in names})
+        if frame is None or (keys is None and not _is_complete(frame, block)):
+            import polars as pl
+
+            # Numbers as text take in the strings "nan" and "inf", and a key that is new says so here.
+            frame = _parsed(block, dict.fromkeys(names, pl.String()))
+            if frame is None or (keys is None and not _is_complete(frame, block)):
+                found = dict.fromkeys(name for line in block.split(b"\n") for name in json.loads(line))
+                names = list(dict.fromkeys([*names, *found])) if keys is None else names
+                frame = _parsed(block, dict.fromkeys(names, pl.String()))
+            assert frame is not None  # what Python has read is JSON
+            frame = frame.select(numbers for column in frame if (numbers := _numbers(column)) is not None)
+        yield frame
 
 
-def _numbers(records: list[dict[str, Any]], names: tuple[str, ...]) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
-    """Names of the numeric columns; their values, float64 [lines, names]; where they are null, bool [lines, names]."""
-    # Two names at least, as itemgetter of one returns no tuple; "step" and "attempt" are always among them.
-    rows = list(map(itemgetter(*names), records))
+def _dtype(name: str) -> pl.DataType:
+    import polars as pl
+
+    return {np.int64: pl.Int64(), np.bool_: pl.Boolean()}.get(_TYPES.get(name, np.float64), pl.Float64())
+
+
+def _parsed(block: bytes, schema: Mapping[str, pl.DataType]) -> pl.DataFrame | None:
+    """The block's lines; None: one of them has something else under a key than the schema says."""
+    import polars as pl
+
     try:
-        values = np.array(rows, np.float64)  # "nan" and "inf" are read as what they say, None as NaN
-    except ValueError:
-        names = tuple(n for n in names if all(_is_number(r[n]) for r in records))
-        return _numbers(records, names)
-    null = np.zeros(values.shape, np.bool_)
-    for j in np.flatnonzero(np.isnan(values).any(0)):
-        null[:, j] = [row[j] is None for row in rows]
-    return names, values, null
+        return pl.read_ndjson(block, schema=dict(schema)).shrink_to_fit(in_place=True)
+    except pl.exceptions.ComputeError:
+        return None
 
 
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, str) or value in ("nan", "inf", "-inf")
+def _is_complete(frame: pl.DataFrame, block: bytes) -> bool:
+    """Whether the frame has every key of the block that has a value somewhere: by their number, which text that looks
+    like JSON can only make higher."""
+    missing = block.count(b'":') - sum(len(frame) - column.null_count() for column in frame)
+    return missing == 0 or missing == block.count(b": null") + block.count(b":null")
 
 
-def _columns(
-    pieces: list[tuple[np.ndarray, tuple[str, ...], np.ndarray, np.ndarray]], num_rows: int
-) -> dict[str, np.ma.MaskedArray]:
-    names = dict.fromkeys(["step", "attempt"] + [name for _, names, *_ in pieces for name in names])
+def _numbers(column: pl.Series) -> pl.Series | None:
+    """A column of text as what its name stands for; None: it is text."""
+    import polars as pl
+
+    if _dtype(column.name) == pl.Boolean:
+        return (column == "true").alias(column.name)
+    numbers = column.cast(_dtype(column.name), strict=False)
+    return numbers if numbers.null_count() == column.null_count() else None
+
+
+def _series(frames: list[pl.DataFrame]) -> Series:
+    """The frames, which are used up, as masked columns; a column that only some have is masked in the others."""
+    import polars as pl
+
+    names = dict.fromkeys(["step", "attempt"] + [name for frame in frames for name in frame.columns])
     columns = {}
     for name in names:
-        values, mask = np.full(num_rows, np.nan), np.ones(num_rows, np.bool_)
-        for rows, members, numbers, null in pieces:
-            if name in members:
-                j = members.index(name)
-                values[rows], mask[rows] = numbers[:, j], null[:, j]
-        if name in _TYPES:
-            values[mask] = 0
-            values = values.astype(_TYPES[name])
+        parts = [f[name] if name in f.columns else pl.repeat(None, len(f), dtype=_dtype(name), eager=True) for f in frames]
+        if not parts or (name == "eval_loss" and all(part.null_count() == len(part) for part in parts)):
+            continue  # it was looked for in any case
+        for i, frame in enumerate(frames):
+            frames[i] = frame.drop(name, strict=False)
+        column = pl.concat(parts)
+        mask = column.is_null().to_numpy()
+        values = column.to_numpy() if name not in _TYPES else column.fill_null(0 if _TYPES[name] is np.int64 else False).to_numpy()  # fmt: skip
         columns[name] = np.ma.MaskedArray(values, mask)
-    return columns
+    for name in ("step", "attempt"):
+        columns.setdefault(name, np.ma.MaskedArray(np.zeros(0, np.int64), np.zeros(0, np.bool_)))
+    return Series(columns)
 
 
 def _mask(columns: dict[str, np.ma.MaskedArray], key: str, length: int) -> np.ndarray:
@@ -189,7 +263,7 @@ def metrics_main(argv: Sequence[str]) -> int:
     """`jaxrun metrics RUN [--clean | --all] [--format csv|jsonl|parquet] [--output FILE]`.
 
     Raises:
-      ConfigError: no metrics there, or parquet without pyarrow.
+      ConfigError: no metrics there.
     """
     parser = argparse.ArgumentParser(prog="jaxrun metrics", description="Exports the metrics of a run.")
     parser.add_argument("run", type=Path, help="the run directory")
@@ -215,20 +289,24 @@ def metrics_main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _read(workdir: Path, everything: bool) -> Series:
-    return all_lines(workdir) if everything else clean_series(workdir)
+def _read(workdir: Path, everything: bool) -> tuple[pl.DataFrame, np.ndarray]:
+    """All lines of a run, and which of them are asked for."""
+    import polars as pl
+
+    frames = list(_frames(workdir / METRICS, 0, None, None))
+    lines = _series([frame.select(name for name in _ALWAYS if name in frame.columns) for frame in frames])
+    rows = np.arange(len(lines)) if everything else _clean_rows(lines, restores(list(read_lines(workdir / EVENTS))))
+    schema = {name: _dtype(name) for name in ("step", "attempt")}
+    return pl.concat(frames, how="diagonal", rechunk=False) if frames else pl.DataFrame(schema=schema), rows
 
 
-def _write_csv(workdir: Path, everything: bool, file: BinaryIO, num_rows: int = 4096) -> None:
+def _write_csv(workdir: Path, everything: bool, file: BinaryIO, num_rows: int = 1 << 16) -> None:
     """Null is an empty field; non-finite numbers are nan, inf and -inf."""
-    series = _read(workdir, everything)
-    file.write((",".join(series.columns) + "\n").encode())
-    for start in range(0, len(series), num_rows):
-        columns = [column[start : start + num_rows].tolist() for column in series.columns.values()]
-        # Rows of numbers as JSON differ from CSV in the brackets; and this writes them 8 times faster than `csv`.
-        rows = pydantic_core.to_json(list(zip(*columns, strict=True)), inf_nan_mode="constants")
-        text = rows[2:-2].replace(b"],[", b"\n").replace(b"null", b"")
-        file.write(text.replace(b"NaN", b"nan").replace(b"Infinity", b"inf") + b"\n")
+    table, rows = _read(workdir, everything)
+    file.write((",".join(table.columns) + "\n").encode())
+    for start in range(0, len(rows), num_rows):
+        text = table[rows[start : start + num_rows]].write_csv(include_header=False)
+        file.write(text.encode().replace(b"NaN", b"nan"))
 
 
 def _write_jsonl(workdir: Path, everything: bool, file: BinaryIO) -> None:
@@ -244,11 +322,5 @@ def _write_jsonl(workdir: Path, everything: bool, file: BinaryIO) -> None:
 
 
 def _write_parquet(workdir: Path, everything: bool, file: BinaryIO) -> None:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError("--format parquet: needs pyarrow; pip install pyarrow, or use --format csv") from None
-    columns = _read(workdir, everything).columns
-    table = pa.table({name: pa.array(column.data, mask=np.asarray(column.mask)) for name, column in columns.items()})
-    pyarrow.parquet.write_table(table, file)
+    table, rows = _read(workdir, everything)
+    table[rows].write_parquet(file)
