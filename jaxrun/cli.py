@@ -289,6 +289,18 @@ def _metrics(argv: Sequence[str]) -> int:
     return metrics_main(argv)
 
 
+def _watch(argv: Sequence[str]) -> int:
+    from jaxrun import watch
+
+    return watch.main(argv)
+
+
+def _report(argv: Sequence[str]) -> int:
+    from jaxrun import report
+
+    return report.main(argv)
+
+
 def _backtest(argv: Sequence[str]) -> int:
     from jaxrun.guard import backtest
 
@@ -299,6 +311,8 @@ VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "train a run, or go on with it"),
     "eval": (_eval, "held-out loss of a checkpoint"),
     "sample": (_sample, "text that the model writes"),
+    "watch": (_watch, "a run in the terminal, while it goes and afterwards"),
+    "report": (_report, "one or several runs as one HTML file"),
     "metrics": (_metrics, "a run's numbers for notebooks"),
     "checkpoints": (_checkpoints, "a run's checkpoints and what they are worth"),
     "verify": (_verify, "read every byte of the checkpoints"),

@@ -12,7 +12,7 @@ from jaxrun.config import Config, ConfigError
 from jaxrun.guard import GiveUp, Guard, Rewind, labels
 from jaxrun.history import rewind_events
 from jaxrun.journal import EVENTS, Journal, next_attempt, read_lines, read_steps
-from jaxrun.telemetry.progress import duration
+from jaxrun.telemetry.text import duration
 
 
 def checkpoint_labels(events: list[dict[str, Any]]) -> dict[int, str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -123,18 +123,18 @@ def _lives(events: Sequence[Mapping[str, Any]]) -> list[_Life]:
         elif lives and not (event["kind"] == "rewind" and event.get("cause") == "operator"):
             lives[-1].append(event)
     begins = [_begin_us(life) for life in lives]
-    ends = []
-    # Restoring tells of checkpoints, before `resume` too: what is later than the next beginning is not of this start.
-    for life, next_begin in zip(lives, [*begins[1:], math.inf], strict=True):
+    found = []
+    for life, begin, next_begin in itertools.zip_longest(lives, begins, begins[1:], fillvalue=math.inf):
         times = [_us(_number(e.get("time"))) for e in life]
-        ends.append(max(times[0], *(t for t in times if t <= next_begin), begins[len(ends)]))
-    return [_Life(begin, end) for begin, end in zip(begins, ends, strict=True)]
+        # A restore tells of checkpoints before its `resume`: what is later than that beginning is not of this start.
+        found.append(_Life(begin, max(begin, times[0], *(t for t in times if t <= next_begin))))
+    return found
 
 
 def _begin_us(life: Sequence[Mapping[str, Any]]) -> int:
     for event in life:
-        if event["kind"] == "time_spent":
-            return _us(_number(event.get("time"))) - sum(us for _, us in _seconds(event))
+        if event["kind"] == "time_spent" and (told := _seconds(event)):
+            return _us(_number(event.get("time"))) - sum(us for _, us in told)
     return min(_us(_number(e.get("time")) - _number(e.get("restore_s"))) for e in life)
 
 
@@ -151,7 +151,7 @@ def _gone_back_over(event: Mapping[str, Any], points: Mapping[int, int]) -> Iter
             yield attempt, (reach - first) / (last - first)
 
 
-def _seconds(event: Mapping[str, Any]) -> Iterable[tuple[str, int]]:
+def _seconds(event: Mapping[str, Any]) -> list[tuple[str, int]]:
     """(cause, microseconds), as the event tells it."""
     told = event.get("seconds")
     return [(cause, _us(_number(s))) for cause, s in told.items()] if isinstance(told, Mapping) else []

@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 import jax
 
+from jaxrun.telemetry.text import duration
+
 log = logging.getLogger("jaxrun")
 
 
@@ -38,19 +40,6 @@ def progress_text(line: Mapping[str, Any], num_steps: int, left_s: float | None)
     if left_s is not None:
         parts.append(f"{duration(left_s)} left")
     return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
-    minutes = math.ceil(seconds / 60)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    if minutes < 24 * 60:
-        return f"{minutes // 60} h {minutes % 60} min"
-    hours = minutes // 60
-    return f"{hours // 24} d {hours % 24} h"
 
 
 class Progress:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import polars as pl
 
 _BLOCK_BYTES = 1 << 23
+_LINE_BYTES = 1 << 12  # of a line, about
+_PIECES = 256
 _TYPES: dict[str, type[np.generic]] = {
     "step": np.int64,
     "attempt": np.int64,
@@ -98,36 +100,49 @@ def all_lines(
 class Follower:
     """The clean series of a run that is going on: each `read` takes in only what was added since.
 
+    Of a file that is very long the first look takes evenly spaced pieces, and all of its end: enough to draw it.
+
     Args:
       keys: as for `clean_series`.
+      whole_bytes: up to this length all of the file is read.
+
+    Attributes:
+      is_sampled: whether lines were left out.
     """
 
-    def __init__(self, workdir: Path, keys: Sequence[str]):
-        self._path, self._keys = Path(workdir) / METRICS, keys
+    def __init__(self, workdir: Path, keys: Sequence[str], *, whole_bytes: int = 1 << 26):
+        self._path, self._keys, self._whole_bytes = Path(workdir) / METRICS, keys, whole_bytes
         self._end, self._frames = 0, list[Any]()
+        self.is_sampled = False
 
     def read(self, events: Sequence[dict[str, Any]]) -> Series:
         size = self._path.stat().st_size if self._path.exists() else 0
         if size < self._end:  # another file: the run was made anew
-            self._end, self._frames = 0, []
+            self._end, self._frames, self.is_sampled = 0, [], False
         if size > self._end:
-            whole = whole_lines_end(self._path, size)
+            whole = max(self._end, _line_start(self._path, size))
+            if whole - self._end > self._whole_bytes:
+                self.is_sampled = True
+                share = self._whole_bytes // _PIECES // 4
+                for at in np.linspace(self._end, whole - self._whole_bytes // 4, _PIECES).astype(np.int64).tolist():
+                    self._end = max(self._end, _line_start(self._path, at))
+                    self._frames += _frames(self._path, self._end, _line_start(self._path, at + share), self._keys)
             self._frames += _frames(self._path, self._end, whole, self._keys)
-            self._end = max(self._end, whole)
+            self._end = whole
         lines = _series(list(self._frames))
         return _taken(lines, _clean_rows(lines, restores(events)))
 
 
-def whole_lines_end(path: Path, size: int) -> int:
-    """Where the last whole line of the file's first `size` bytes ends."""
+def _line_start(path: Path, at: int) -> int:
+    """Where the line begins that byte `at` is in: the end of the last whole line before it."""
     with open(path, "rb") as file:
-        while size > 0:
-            start = max(0, size - _BLOCK_BYTES)
+        while at > 0:
+            start = max(0, at - _LINE_BYTES)
             file.seek(start)
-            newline = file.read(size - start).rfind(b"\n")
+            newline = file.read(at - start).rfind(b"\n")
             if newline >= 0:
                 return start + newline + 1
-            size = start
+            at = start
     return 0
 
 
