@@ -115,7 +115,7 @@ def frame(s: Snapshot, width: int, height: int | None = None) -> Group:
     told = [_event(e, s.now) for e in news(s.events, room - len(warned) - bool(warned))]
     if warned:
         lines += [Text("warnings", style="bold red"), *warned]
-    lines += [Text("last events", style="bold"), *told] if told else []
+    lines += [Text("last events", style="bold").append(" (how long ago, step)", style="dim not bold"), *told] if told else []
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"
     return Group(*lines[:height])
@@ -237,7 +237,7 @@ def _warnings(s: Snapshot) -> list[Text]:
 
 def _event(event: Mapping[str, Any], now: float) -> Text:
     is_bad = event["kind"] in (*WARNINGS, "gave_up", "spike", "rewind", "triage_started")
-    text = Text(f"{duration(max(0.0, now - event['time'])):>12} ago  step {event['step']:<7,} ", style="dim")
+    text = Text(f"{duration(max(0.0, now - event['time'])):>11} {event['step']:>8,}  ", style="dim")
     return text.append(words(event), style="not dim red" if is_bad else "not dim")
 
 

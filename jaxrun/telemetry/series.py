@@ -64,25 +64,24 @@ class Series:
         return self["step"].data[there], self.columns[key].data[there] if key in self.columns else np.empty(0)
 
 
-def clean_series(workdir: Path, *, keys: Sequence[str] | None = None, end: int | None = None) -> Series:
+def clean_series(
+    workdir: Path, *, keys: Sequence[str] | None = None, end: int | None = None, only: Callable[[str], bool] | None = None
+) -> Series:
     """The clean series of a run, in the order of its steps.
 
     Args:
       keys: columns to read besides step, attempt and eval_loss; null: all.
       end: bytes of metrics.jsonl to read; null: all of it.
+      only: of all columns, those that it is true for, and only the lines that have a value in one of them.
     """
-    lines = all_lines(workdir, keys=keys, end=end)
+    lines = all_lines(workdir, keys=keys, end=end, only=only)
     return _taken(lines, _clean_rows(lines, restores(list(read_lines(Path(workdir) / EVENTS)))))
 
 
 def all_lines(
     workdir: Path, *, keys: Sequence[str] | None = None, end: int | None = None, only: Callable[[str], bool] | None = None
 ) -> Series:
-    """Every line of a run, in the order of the file; for the arguments see `clean_series`.
-
-    Args:
-      only: leave out the lines in which no key that it is true for has a value.
-    """
+    """Every line of a run, in the order of the file; for the arguments see `clean_series`."""
     frames = []
     for frame in _frames(Path(workdir) / METRICS, 0, end, keys):
         if only is not None:
@@ -95,6 +94,16 @@ def all_lines(
             frame = frame.select(*known, *names).filter(pl.any_horizontal(pl.col(names).is_not_null()))  # noqa: PLW2901
         frames.append(frame)
     return _series(frames)
+
+
+def clean_and_left(workdir: Path, keys: Sequence[str]) -> tuple[Series, Series]:
+    """The clean series, and the lines of the branches that were left; for `keys` see `clean_series`."""
+    lines = all_lines(workdir, keys=keys)
+    rows = _clean_rows(lines, restores(list(read_lines(Path(workdir) / EVENTS))))
+    is_left = np.ones(len(lines), np.bool_)
+    is_left[rows] = False
+    left = Series({name: column[is_left] for name, column in lines.columns.items()})
+    return _taken(lines, rows), left
 
 
 class Follower:

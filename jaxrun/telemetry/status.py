@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -117,9 +117,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def device_lines(workdir: Path, num_bytes: int = _TAIL_BYTES) -> list[dict[str, Any]]:
-    """The last lines of every process's devices/<process>.jsonl, by time."""
-    found = [line for path in _listed(workdir / "devices") if path.suffix == ".jsonl" for line in tail(path, num_bytes)]
+def spread(path: Path, num_bytes: int, pieces: int = 64) -> list[dict[str, Any]]:
+    """The whole lines of a JSON-lines file; of a long one, those in evenly spaced pieces, `num_bytes` together."""
+    size = path.stat().st_size
+    if size <= num_bytes:
+        return tail(path, num_bytes)
+    lines: list[bytes] = []
+    with open(path, "rb") as file:
+        for at in np.linspace(0, size - num_bytes // pieces, pieces).astype(np.int64).tolist():
+            file.seek(at)
+            lines += file.read(num_bytes // pieces).split(b"\n")[bool(at) : -1]
+    return [json.loads(line) for line in lines if line]
+
+
+def device_lines(workdir: Path, num_bytes: int = _TAIL_BYTES, *, read: Callable[..., list[Any]] = tail) -> list[Any]:
+    """Lines of every process's devices/<process>.jsonl, by time: the last ones, or with `spread` all over."""
+    found = [line for path in _listed(workdir / "devices") if path.suffix == ".jsonl" for line in read(path, num_bytes)]
     return sorted(found, key=lambda line: line.get("time", 0))
 
 
