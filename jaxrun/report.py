@@ -143,7 +143,9 @@ def page(workdirs: Sequence[Path], now: float) -> str:
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
     made.say(f"{', '.join(str(r.workdir.resolve()) for r in runs)}. Made on {when} by jaxrun {__version__}.", "dim")
     _headline(made, runs, names)
-    drawn = [r.drawn(plots.RUNS[i % len(plots.RUNS)], name) for i, (r, name) in enumerate(zip(runs, names, strict=True))]
+    drawn = [
+        r.drawn(plots.RUNS[i % len(plots.RUNS)], name) for i, (r, name) in enumerate(zip(runs, names, strict=True))
+    ]
     if any(d.curves for d in drawn):
         made.heading("Training")
         if alone and (drawn[0].bands or drawn[0].marks):
@@ -201,8 +203,10 @@ def _headline(made: Page, runs: Sequence[Reported], names: Sequence[str]) -> Non
         ("steps run again", [f"{n:,}" for n in lost]),
         ("process starts", [f"{len(r.event('start', 'resume')):,}" for r in runs]),
     ]  # fmt: skip
-    columns = ["", *names] if len(runs) > 1 else ["", ""]
-    made.table(columns, [[key, *cells] for key, cells in rows if any(cells)], keys=[0])
+    if len(runs) == 1:
+        made.facts([(key, cell) for key, (cell,) in rows if cell])
+    else:
+        made.table(["", *names], [[key, *cells] for key, cells in rows if any(cells)], keys=[0])
 
 
 def _hardware(r: Reported) -> str:
@@ -239,9 +243,13 @@ def _goodput(made: Page, runs: Sequence[Reported], names: Sequence[str]) -> None
     made.say("Where the wall time went, from the first start to the last event, outages included. Goodput is the productive share: stepping time of the steps that count. Evaluation is neither that nor lost.", "dim")  # fmt: skip
     if any(g.goodput is not None for _, g in known):
         made.figure(plots.goodput_bars(known))
-    causes = [c for c in dict.fromkeys(c for _, g in known for c in g.seconds) if c not in (PRODUCTIVE, EVALUATION, "other")]
+    causes = [
+        c for c in dict.fromkeys(c for _, g in known for c in g.seconds) if c not in (PRODUCTIVE, EVALUATION, "other")
+    ]
     order = [PRODUCTIVE, EVALUATION, *causes, "other"]
-    rows = [[c.replace("_", " "), *(_spent(g, c) for _, g in known)] for c in order if any(c in g.seconds for _, g in known)]
+    rows = [
+        [c.replace("_", " "), *(_spent(g, c) for _, g in known)] for c in order if any(c in g.seconds for _, g in known)
+    ]
     rows.append(["wall time", *(duration(g.wall_s) for _, g in known)])
     made.table(["", *(name for name, _ in known)], rows, numbers=range(1, len(known) + 1), keys=[0])
 
@@ -265,12 +273,16 @@ def _norms(made: Page, run: Reported, title: str) -> None:
             # Of each bucket the column with the highest norm, so that a spike is seen.
             some = few(np.nan_to_num(whole[:, columns], nan=-np.inf).max(0), _HEAT_POINTS)
             groups = [k.removeprefix(prefix) for k in names]
-            made.figure(plots.norms(prefix.rstrip("/"), series["step"].data[columns[some]], groups, whole[:, columns[some]]))
+            made.figure(
+                plots.norms(prefix.rstrip("/"), series["step"].data[columns[some]], groups, whole[:, columns[some]])
+            )
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
     """layer_2 before layer_10."""
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.replace("/", "_").split("_")]
+    return [
+        (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.replace("/", "_").split("_")
+    ]
 
 
 def _devices(made: Page, run: Reported, title: str) -> None:
@@ -289,21 +301,26 @@ def _devices(made: Page, run: Reported, title: str) -> None:
             rows = [(line["time"], line[key]) for line in some if isinstance(line.get(key), int | float)]
             if rows:
                 times, values = np.array(rows, np.float64).T
-                if key == "utilization" and values.max() > 1:
-                    values = values / 100
                 thin = few(values, 600)
                 where, label = (key, name) if key != "memory_temperature_c" else ("temperature_c", f"{name}, memory")
                 curves.setdefault(where, {})[label] = (times[thin], values[thin])
     if curves:
         made.figure(plots.devices(curves))
-    counters = ("ecc_corrected", "ecc_uncorrected", "remapped_rows", "nvlink_errors", "xid")
-    last = {name: some[-1] for name, some in by_name.items()}
-    rows = [
-        [name, line.get("name", ""), _short(max((s.get("temperature_c") or 0 for s in by_name[name]), default=0) or None),
-         *(line.get(c, "") for c in counters), ", ".join(sorted({t for s in by_name[name] for t in s.get("throttle") or ()}))]
-        for name, line in last.items()
-    ]  # fmt: skip
-    made.table(["", "name", "highest °C", *(c.replace("_", " ") for c in counters), "was throttled by"], rows, numbers=range(2, 8), keys=[0])  # fmt: skip
+    counters = ("ecc_corrected", "ecc_uncorrected", "remapped_rows", "nvlink_errors")
+    table = []
+    for name, some in by_name.items():
+        if some[-1].get("device") is None:
+            continue
+        hottest = max((s["temperature_c"] for s in some if s.get("temperature_c") is not None), default=None)
+        xids = sorted({x for s in some for x in _as_list(s.get("xid"))})
+        throttles = sorted({t for s in some for t in s.get("throttle") or ()})
+        table.append([name, some[-1].get("name", ""), _short(hottest), *(some[-1].get(c, "") for c in counters), ", ".join(map(str, xids)), ", ".join(throttles)])  # fmt: skip
+    if table:
+        made.table(["", "name", "highest °C", *(c.replace("_", " ") for c in counters), "XIDs", "was throttled by"], table, numbers=range(2, 7), keys=[0])  # fmt: skip
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def _checkpoints(made: Page, run: Reported, title: str, now: float) -> None:
@@ -368,7 +385,10 @@ def _config(made: Page, runs: Sequence[Reported], names: Sequence[str]) -> None:
     made.folded(f"all {len(paths)} options", page_lib.table(columns, rows(paths), keys=[0]))
     commands = [[name, _clock(s["time"]), s.get("host", ""), " ".join(map(str, s.get("command", ())))] for r, name in zip(runs, names, strict=True) for s in r.starts[-_MANY:]]  # fmt: skip
     if commands:
-        made.folded(f"{len(commands)} process starts", page_lib.table(["", "when (UTC)", "host", "command"], commands, keys=[0, 1]))
+        made.folded(
+            f"{len(commands)} process starts",
+            page_lib.table(["", "when (UTC)", "host", "command"], commands, keys=[0, 1]),
+        )
 
 
 def _end(r: Reported, key: str) -> float | None:
@@ -386,7 +406,7 @@ def _seconds(value: Any) -> str:
 
 
 def _percent(share: float | None) -> str:
-    return "" if share is None or share != share else f"{100 * share:.1f} %"
+    return "" if share is None or np.isnan(share) else f"{100 * share:.1f} %"
 
 
 def _clock(at: float) -> str:

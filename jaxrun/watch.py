@@ -115,7 +115,9 @@ def frame(s: Snapshot, width: int, height: int | None = None) -> Group:
     told = [_event(e, s.now) for e in news(s.events, room - len(warned) - bool(warned))]
     if warned:
         lines += [Text("warnings", style="bold red"), *warned]
-    lines += [Text("last events", style="bold").append(" (how long ago, step)", style="dim not bold"), *told] if told else []
+    lines += (
+        [Text("last events", style="bold").append(" (how long ago, step)", style="dim not bold"), *told] if told else []
+    )
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"
     return Group(*lines[:height])
@@ -182,7 +184,7 @@ def _numbers(s: Snapshot, width: int) -> Iterator[Text]:
         ("step", _text("{:.4g} ms", s.last("step_time_s"), 1e3)),
         ("p99", _text("{:.4g} ms", s.last("step_time_p99_s"), 1e3)),
         ("data wait", _text("{:.3g} ms", s.last("data_wait_s"), 1e3)),
-        ("tokens", _text("{}", count(s.last("tokens")))),
+        ("tokens", count(s.last("tokens"))),
         ("device memory", bytes_text(s.last("device_memory_bytes"))),
         ("host memory", bytes_text(s.last("host_memory_bytes"))),
     ]
@@ -203,9 +205,9 @@ def _devices(s: Snapshot, width: int) -> Iterator[Text]:
         parts = [
             _text("{:.0f} °C", d.get("temperature_c")), _text("memory {:.0f} °C", d.get("memory_temperature_c")),
             _text("{:.0f} W", d.get("power_w")), _text("{:.0f} MHz", d.get("sm_clock_mhz")),
-            _text("busy {:.0%}", _share(d.get("utilization"))), _text("CPU {:.0f} %", d.get("cpu_percent")),
+            _text("busy {:.0f} %", d.get("utilization"), 100), _text("CPU {:.0f} %", d.get("cpu_percent")),
             _of(d.get("memory_used_bytes"), d.get("memory_total_bytes")),
-            _text("ECC {}", _ecc(d)), " ".join(map(str, d.get("throttle") or ())),
+            _ecc(d), " ".join(map(str, d.get("throttle") or ())),
         ]  # fmt: skip
         words.append(f"{name}: " + " ".join(p for p in parts if p))
     shown = list(_wrapped(words, width, " | "))
@@ -217,9 +219,12 @@ def _devices(s: Snapshot, width: int) -> Iterator[Text]:
 def _checkpoints(s: Snapshot, width: int) -> Iterator[Text]:
     if not s.checkpoints:
         return
-    text, shown = Text("checkpoints", style="bold"), []
-    for step, label in reversed(s.checkpoints.items()):
-        if len(text.plain) + sum(len(f"  {n} {what}") for n, what in (*shown, (step, label))) > width:
+    text = Text("checkpoints", style="bold")
+    shown: list[tuple[int, str]] = []
+    room = width - len(text.plain)
+    for step, label in reversed(list(s.checkpoints.items())):
+        room -= len(f"  {step} {label}")
+        if room < 0:
             break
         shown.append((step, label))
     for step, label in reversed(shown):
@@ -242,21 +247,18 @@ def _event(event: Mapping[str, Any], now: float) -> Text:
 
 
 def _text(form: str, value: Any, factor: float = 1) -> str:
-    return form.format(value * factor if factor != 1 else value) if isinstance(value, int | float | str) and value != "" and not (isinstance(value, str) and form != "{}") else ""  # fmt: skip
-
-
-def _share(value: Any) -> Any:
-    """A utilisation, told in per cent as NVML does or as a share."""
-    return value / 100 if isinstance(value, int | float) and value > 1 else value
+    """A number in its form; empty for what is none."""
+    return form.format(value * factor if factor != 1 else value) if isinstance(value, int | float) else ""
 
 
 def _of(used: Any, total: Any) -> str:
     return f"{bytes_text(used)} of {bytes_text(total)}" if used is not None and total is not None else bytes_text(used)
 
 
-def _ecc(device: Mapping[str, Any]) -> str | None:
+def _ecc(device: Mapping[str, Any]) -> str:
+    """Memory errors: corrected ones and the others, where there are any."""
     corrected, uncorrected = device.get("ecc_corrected"), device.get("ecc_uncorrected")
-    return f"{corrected or 0}+{uncorrected or 0}" if corrected or uncorrected else None
+    return f"ECC {corrected or 0}+{uncorrected or 0}" if corrected or uncorrected else ""
 
 
 def _wrapped(parts: Sequence[str], width: int, between: str = "  ") -> Iterator[Text]:
@@ -294,12 +296,12 @@ def main(argv: Sequence[str]) -> int:
         console.print(frame(watched.read(time.time()), console.width))
         return 0
     last = watched.read(time.time())
-    with contextlib.suppress(KeyboardInterrupt), _left_clean():
-        with Live(frame(last, console.width, console.height), console=console, screen=True, auto_refresh=False) as live:
-            while True:
-                live.update(frame(last, console.width, console.height - 1), refresh=True)
-                time.sleep(args.every)
-                last = watched.read(time.time())
+    view = Live(frame(last, console.width, console.height), console=console, screen=True, auto_refresh=False)
+    with contextlib.suppress(KeyboardInterrupt), _left_clean(), view:
+        while True:
+            view.update(frame(last, console.width, console.height - 1), refresh=True)
+            time.sleep(args.every)
+            last = watched.read(time.time())
     console.print(frame(last, console.width))  # it stays, where the live view is gone
     return 0
 
@@ -317,4 +319,3 @@ def _left_clean() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-

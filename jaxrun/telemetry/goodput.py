@@ -124,7 +124,7 @@ def _lives(events: Sequence[Mapping[str, Any]]) -> list[_Life]:
             lives[-1].append(event)
     begins = [_begin_us(life) for life in lives]
     found = []
-    for life, begin, next_begin in itertools.zip_longest(lives, begins, begins[1:], fillvalue=math.inf):
+    for life, begin, next_begin in zip(lives, begins, [*begins[1:], math.inf][: len(lives)], strict=True):
         times = [_us(_number(e.get("time"))) for e in life]
         # A restore tells of checkpoints before its `resume`: what is later than that beginning is not of this start.
         found.append(_Life(begin, max(begin, times[0], *(t for t in times if t <= next_begin))))

@@ -31,6 +31,7 @@ _CAUSES = {
 
 
 def cause(name: Any) -> str:
+    """What a rewind or a triage is about, in words."""
     return _CAUSES.get(str(name), str(name).replace("_", " "))
 
 
@@ -44,8 +45,8 @@ def words(event: Event) -> str:  # noqa: PLR0911, PLR0912 (one for each kind)
     if kind == "self_test":
         return "a step repeats bit for bit here" if get("repeats") else "a step does not repeat bit for bit here"
     if kind in ("checkpoint_saved", "checkpoint_verified", "checkpoint_good"):
-        what = {"checkpoint_saved": "saved", "checkpoint_verified": "read back and sound", "checkpoint_good": "is good"}
-        return f"checkpoint {event['step']} {what[kind]}"
+        said = {"checkpoint_saved": "saved", "checkpoint_verified": "read back and sound", "checkpoint_good": "is good"}
+        return f"checkpoint {event['step']} {said[kind]}"
     if kind in ("checkpoint_failed", "checkpoint_rejected"):
         what = "could not be saved" if kind == "checkpoint_failed" else "is damaged and was put aside"
         return f"checkpoint {get('checkpoint', event['step'])} {what}{_rest(event, 'checkpoint')}"
@@ -168,7 +169,9 @@ def incidents(events: Sequence[Event]) -> list[Incident]:
         if incident.skipped_updates:
             incident.seen.append(_times(incident.skipped_updates, "update") + " skipped")
         if incident.window:
-            incident.decided.append(f"discarded batches {incident.window[0]} to {incident.window[1] - 1}{incident.worst}")
+            incident.decided.append(
+                f"discarded batches {incident.window[0]} to {incident.window[1] - 1}{incident.worst}"
+            )
     return found
 
 
@@ -280,11 +283,18 @@ class _Teller:
     def _on_rewind(self, event: Event) -> None:
         incident = self._open(event, str(event.get("cause")), event.get("onset"))
         if not incident.seen:
-            incident.seen.append(f"{cause(event.get('cause'))} since step {event.get('onset')}")
+            by_hand = event.get("cause") == "operator"
+            incident.seen.append(
+                "the operator sent it back"
+                if by_hand
+                else f"{cause(event.get('cause'))} since step {event.get('onset')}"
+            )
         if event.get("replayed"):
             incident.decided.append("kept the second run; no data and no step given up")
         else:
-            incident.decided.append(f"went back from step {event.get('from_step')} to {event['to_step']}{_scale(event)}")
+            incident.decided.append(
+                f"went back from step {event.get('from_step')} to {event['to_step']}{_scale(event)}"
+            )
             self._went_back(incident, event)
         incident.is_over = True
 
@@ -327,7 +337,12 @@ class _Teller:
         """An incident of its own, beside one that may be going on; the same again is counted."""
         key = str((event["kind"], event.get("host"), event.get("device"), event.get("process"), event.get("problem")))
         same = next((i for i in reversed(self._found) if i.kind == key), None)
-        if same is None or event["kind"] in ("config_changed", "recompiled", "checkpoint_failed", "checkpoint_rejected"):
+        if same is None or event["kind"] in (
+            "config_changed",
+            "recompiled",
+            "checkpoint_failed",
+            "checkpoint_rejected",
+        ):
             incident = Incident(event.get("time", 0.0), event["step"], event["step"], key, [seen], is_over=True)
             self._found.insert(len(self._found) - bool(self._found and not self._found[-1].is_over), incident)
         else:

@@ -24,6 +24,9 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space:
 td.k { white-space: nowrap; }
 code { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 summary { cursor: pointer; color: #1f4e8c; margin: .4rem 0; }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(13rem, 1fr)); gap: .55rem 1.5rem; margin: .8rem 0; }
+.facts dt { font-size: 12px; color: #666; }
+.facts dd { margin: 0; font-weight: 600; }
 .figure { width: 100%; }
 @media print {
   body { max-width: none; padding: 0; font-size: 11px; }
@@ -63,6 +66,14 @@ class Page:
           numbers: columns that are set flush right. keys: those that are not broken.
         """
         self._parts.append(table(columns, rows, numbers=numbers, keys=keys))
+
+    def facts(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        """What there is to know at a glance: names and values, side by side; a value is as a cell of a table."""
+        cells = []
+        for name, value in pairs:
+            words, style = value if isinstance(value, tuple) else (value, "")
+            cells.append(f'<div><dt>{text(name)}</dt><dd class="{style}">{text(words)}</dd></div>')
+        self._parts.append(f'<dl class="facts">{"".join(cells)}</dl>')
 
     def folded(self, summary: str, inside: str) -> None:
         """What is seen only after a click; `inside` is HTML."""

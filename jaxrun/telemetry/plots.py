@@ -16,7 +16,7 @@ Figure = dict[str, Any]
 Curve = tuple[np.ndarray, np.ndarray]
 
 RUNS = ("#1f4e8c", "#c0592b", "#3b7d3f", "#7b4ea3", "#8a6d1d", "#2a8c8c", "#a33a5f", "#5b5b5b")
-LEFT, BAD, EASED = "#b9b9b9", "#b3261e", "#2e7d32"
+LEFT, BAD, EASED = "#a6a6a6", "#b3261e", "#2e7d32"
 _BAND = {"rewind": "rgba(179,38,30,0.09)", "triage": "rgba(31,78,140,0.08)"}
 _GOODPUT = {
     "productive": "#1f4e8c", "evaluation": "#7fa3cc", "start_up": "#c9a227", "compile": "#e0c878", "restore": "#8a6d1d",
@@ -60,10 +60,13 @@ def training(runs: Sequence[Drawn]) -> Figure:
     alone = len(runs) == 1
     data, layout = figure["data"], figure["layout"]
     for i, run in enumerate(runs):
-        for branch in run.left.values():
+        for n, branch in enumerate(run.left.values()):
             for row, key in ((1, "loss"), (2, "grad_norm")):
                 if key in branch:
-                    data.append(_line(branch[key], "branches that were left" if alone else f"{run.name}: left", LEFT, row, group=f"left{i}", show=row == 1, width=1, dash="dot"))  # fmt: skip
+                    name = "branches that were left" if alone else f"{run.name}: left"
+                    data.append(
+                        _line(branch[key], name, LEFT, row, group=f"left{i}", show=row == 1 and n == 0, width=1.2)
+                    )
         prefix = "" if alone else f"{run.name}: "
         for row, key, name, colour in (
             (1, "loss", "loss", run.colour), (2, "grad_norm", "gradient norm", run.colour),
@@ -81,7 +84,16 @@ def training(runs: Sequence[Drawn]) -> Figure:
     layout["yaxis4"] = {
         **_axis("factor"), "overlaying": "y3", "side": "right", "range": [0, 1.15], "showgrid": False, "tickvals": [0, 0.5, 1],
     }  # fmt: skip
-    layout["yaxis"]["type"] = layout["yaxis2"]["type"] = "log"
+    for axis, key in (("yaxis", "loss"), ("yaxis2", "grad_norm")):
+        curves = [c[key] for r in runs for c in (r.curves, *r.left.values()) if key in c]
+        values = np.concatenate([np.zeros(0), *(y[np.isfinite(y)] for _, y in curves)])
+        if len(values) and values.min() > 0:  # a loss with a z-loss or a label smoothing taken off may be below
+            decades = math.log10(values.max() / values.min())
+            layout[axis] |= {
+                "type": "log",
+                "dtick": 1 if decades > 2 else "D2" if decades > 0.7 else "D1",
+                "minor": {"ticks": ""},
+            }
     if alone:
         layout["shapes"], layout["annotations"] = _shapes(runs[0])
     return figure
@@ -218,7 +230,10 @@ def _stacked(rows: Sequence[str], shares: Sequence[float], x_title: str, *, heig
     layout, top, gap = _layout(height=height), 1.0, 0.045
     for i, (row, share) in enumerate(zip(rows, shares, strict=True)):
         bottom = max(0.0, top - share)
-        layout[_nth("yaxis", i + 1)] = {**_axis(_TITLES[row]), "domain": [bottom + (gap if i < len(rows) - 1 else 0), top]}
+        layout[_nth("yaxis", i + 1)] = {
+            **_axis(_TITLES[row]),
+            "domain": [bottom + (gap if i < len(rows) - 1 else 0), top],
+        }
         top = bottom
     if rows:
         layout["xaxis"] = {**_axis(x_title), "anchor": _nth("y", len(rows))}

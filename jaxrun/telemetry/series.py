@@ -65,7 +65,11 @@ class Series:
 
 
 def clean_series(
-    workdir: Path, *, keys: Sequence[str] | None = None, end: int | None = None, only: Callable[[str], bool] | None = None
+    workdir: Path,
+    *,
+    keys: Sequence[str] | None = None,
+    end: int | None = None,
+    only: Callable[[str], bool] | None = None,
 ) -> Series:
     """The clean series of a run, in the order of its steps.
 
@@ -79,7 +83,11 @@ def clean_series(
 
 
 def all_lines(
-    workdir: Path, *, keys: Sequence[str] | None = None, end: int | None = None, only: Callable[[str], bool] | None = None
+    workdir: Path,
+    *,
+    keys: Sequence[str] | None = None,
+    end: int | None = None,
+    only: Callable[[str], bool] | None = None,
 ) -> Series:
     """Every line of a run, in the order of the file; for the arguments see `clean_series`."""
     frames = []
@@ -265,7 +273,9 @@ def _series(frames: list[pl.DataFrame]) -> Series:
     names = dict.fromkeys(["step", "attempt"] + [name for frame in frames for name in frame.columns])
     columns = {}
     for name in names:
-        parts = [f[name] if name in f.columns else pl.repeat(None, len(f), dtype=_dtype(name), eager=True) for f in frames]
+        parts = [
+            f[name] if name in f.columns else pl.repeat(None, len(f), dtype=_dtype(name), eager=True) for f in frames
+        ]
         if not parts or (name == "eval_loss" and all(part.null_count() == len(part) for part in parts)):
             continue  # it was looked for in any case
         for i, frame in enumerate(frames):

@@ -69,7 +69,11 @@ def status(
 
 def _patience_s(times: Sequence[float]) -> float:
     gaps = np.diff(times)
-    return max(PATIENCE_S, _USUAL * float(np.median(gaps)), _LONGEST * float(gaps.max())) if len(gaps) else START_PATIENCE_S
+    return (
+        max(PATIENCE_S, _USUAL * float(np.median(gaps)), _LONGEST * float(gaps.max()))
+        if len(gaps)
+        else START_PATIENCE_S
+    )
 
 
 def _step(events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> int:

@@ -29,7 +29,9 @@ class Simulated:
         self.from_step = 0
 
     def event(self, kind: str, **fields: Any) -> None:
-        self.events.append({"time": float(self.clock), "step": self.step, "attempt": self.attempt, "kind": kind, **fields})
+        self.events.append(
+            {"time": float(self.clock), "step": self.step, "attempt": self.attempt, "kind": kind, **fields}
+        )
 
     def spend(self, cause: str, seconds: int) -> None:
         self.clock += seconds
