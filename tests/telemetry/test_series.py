@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrun.config import ConfigError
 from jaxrun.journal import EVENTS, METRICS, LineFile, read_lines
-from jaxrun.telemetry.series import all_lines, clean_series, metrics_main
+from jaxrun.telemetry import series as series_lib
+from jaxrun.telemetry.series import Follower, all_lines, clean_and_left, clean_series, metrics_main
 
 
 def write_run(workdir: Path, lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
@@ -157,19 +159,94 @@ def test_jsonl_exports_the_very_lines(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_bytes().splitlines() == [source[0], source[3]]
 
 
-def test_parquet_is_refused_in_one_line_without_pyarrow_and_equals_the_series_with_it(tmp_path: Path) -> None:
+def test_parquet_equals_the_series(tmp_path: Path) -> None:
     write_run(tmp_path, LINES, RESTORE)
-    run = [str(tmp_path), "--format", "parquet", "--output", str(tmp_path / "out.parquet")]
-    try:
-        import pyarrow.parquet as pq
-    except ImportError:
-        with pytest.raises(ConfigError, match="pip install pyarrow"):
-            metrics_main(run)
-        return
-    metrics_main(run)
-    table = pq.read_table(tmp_path / "out.parquet")
-    assert table["loss"].to_pylist() == [0.1 + 0.2, 4.0]
-    assert table["mfu"].to_pylist() == [None, None]
+    metrics_main([str(tmp_path), "--format", "parquet", "--output", str(tmp_path / "out.parquet")])
+    table = pl.read_parquet(tmp_path / "out.parquet")
+    assert table["loss"].to_list() == [0.1 + 0.2, 4.0]
+    assert table["mfu"].to_list() == [None, None]
+
+
+ANY = st.one_of(st.floats(), st.integers(-(2**53), 2**53), st.booleans(), st.none(), st.sampled_from(["nan", "inf", "-inf", "text", '": null', '"a": 1, "b": 2', "ü\n"]))  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(st.lists(st.dictionaries(st.sampled_from(["a", "b", "norm/x", "tokens", "update_applied"]), ANY, max_size=5), max_size=30), st.integers(1, 5))  # fmt: skip
+def test_whatever_is_logged_the_columns_are_what_the_json_module_reads(
+    tmp_path_factory: Any, rows: list[dict[str, Any]], lines_a_block: int
+) -> None:
+    """New keys in the middle, numbers as text, booleans among numbers, text: block by block."""
+    workdir = tmp_path_factory.mktemp("run")
+    for row in rows:
+        row["tokens"], row["update_applied"] = len(str(row)), bool(row.get("update_applied"))
+    write_run(workdir, [{"step": i, "attempt": 0, **row} for i, row in enumerate(rows)], [])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(series_lib, "_BLOCK_BYTES", 80 * lines_a_block)
+        series = all_lines(workdir)
+    assert series["step"].tolist() == list(range(len(rows)))
+    for i, line in enumerate(read_lines(workdir / METRICS)):
+        for key, value in line.items():
+            if isinstance(value, bool) and key != "update_applied":
+                continue  # among numbers it is one, alone it is none: nothing that is logged is either
+            if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
+                assert key not in series.columns or series[key].mask[i]
+            elif value is None:
+                assert key not in series.columns or series[key].mask[i]
+            elif key in series.columns and not series[key].mask[i]:
+                assert series[key][i] == pytest.approx(float(value), rel=0, abs=0, nan_ok=True)
+            else:  # given up for this block, as the same key has text or truth values in it
+                others = [x.get(key) for x in rows]
+                assert any(isinstance(x, bool) or (isinstance(x, str) and x not in ("nan", "inf", "-inf")) for x in others)
+
+
+def test_lines_that_have_one_of_some_keys(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [{"step": s, "attempt": 0, "loss": 1.0} for s in range(1, 101)]
+    for line in lines[9::10]:
+        line["grad_norm/a"] = float(line["step"])
+    write_run(tmp_path, lines, [{"kind": "resume", "attempt": 1, "step": 55}])
+    series = clean_series(tmp_path, only=lambda name: name.startswith("grad_norm/"))
+    assert set(series.columns) == {"step", "attempt", "grad_norm/a"}
+    assert series["grad_norm/a"].tolist() == series["step"].tolist() == [10, 20, 30, 40, 50]
+
+
+def test_the_clean_series_and_what_was_left_are_all_lines(tmp_path: Path) -> None:
+    lines = [{"step": s, "attempt": 0, "loss": 1.0} for s in range(1, 11)]
+    lines += [{"step": s, "attempt": 1, "loss": 2.0} for s in range(5, 8)]
+    write_run(tmp_path, lines, [{"kind": "rewind", "attempt": 1, "step": 10, "to_step": 4}])
+    clean, left = clean_and_left(tmp_path, ["loss"])
+    assert clean["step"].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert left["step"].tolist() == [5, 6, 7, 8, 9, 10]
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_following_a_run_sees_what_reading_it_anew_sees(tmp_path_factory: Any, data: Any) -> None:
+    workdir = tmp_path_factory.mktemp("run")
+    lines, events = history(data.draw)
+    follower, whole = Follower(workdir, ["loss"]), (workdir / METRICS)
+    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    write_run(workdir, [], events)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    for end in [*cuts, len(text)]:
+        whole.write_bytes(text[:end])  # in the middle of a line as well
+        seen, anew = follower.read(events), clean_series(workdir, keys=["loss"])
+        assert seen["step"].tolist() == anew["step"].tolist()
+        assert seen.curve("loss")[1].tolist() == anew.curve("loss")[1].tolist()
+    assert not follower.is_sampled
+
+
+def test_a_very_long_file_is_followed_in_pieces_and_to_its_very_end(tmp_path: Path) -> None:
+    write_run(tmp_path, [{"step": s, "attempt": 0, "loss": 1 / s} for s in range(1, 100_001)], [])
+    follower = Follower(tmp_path, ["loss"], whole_bytes=1 << 19)
+    steps, loss = follower.read([]).curve("loss")
+    assert follower.is_sampled
+    assert 1_000 < len(steps) < 30_000
+    assert (np.diff(steps) > 0).all()
+    assert np.diff(steps).max() < 1_000
+    assert (steps[0], steps[-1]) == (1, 100_000)
+    assert loss.tolist() == (1 / steps).tolist()
+    LineFile(tmp_path / METRICS).append({"step": 100_001, "attempt": 0, "loss": 5.0})
+    assert follower.read([])["step"][-1] == 100_001
 
 
 def test_a_folder_that_is_no_run_is_refused_in_one_line(tmp_path: Path) -> None:
