@@ -24,7 +24,7 @@ from jaxrun.telemetry.goodput import EVALUATION, PRODUCTIVE, Goodput, goodput
 from jaxrun.telemetry.incidents import Incident, incidents, warnings, words
 from jaxrun.telemetry.page import Page
 from jaxrun.telemetry.plots import Curve, Drawn
-from jaxrun.telemetry.series import Series, clean_and_left, clean_series
+from jaxrun.telemetry.series import Curves
 from jaxrun.telemetry.text import bytes_text, count, duration, few
 
 REPORT = "report.html"
@@ -38,7 +38,12 @@ _SPEED = (
     "device_memory_bytes", "host_memory_bytes",
 )  # fmt: skip
 _NORMS = ("grad_norm/", "param_norm/", "update_norm/")
-_DEVICE_KEYS = ("temperature_c", "memory_temperature_c", "power_w", "utilization", "sm_clock_mhz")
+# Key of a device file -> the plot that it is drawn in, what is added to the device's name, factor.
+_DEVICE_KEYS = {
+    "temperature_c": ("temperature_c", "", 1.0), "memory_temperature_c": ("temperature_c", ", memory", 1.0),
+    "power_w": ("power_w", "", 1.0), "utilization": ("utilization", "", 1.0), "cpu_percent": ("utilization", "", 0.01),
+    "sm_clock_mhz": ("sm_clock_mhz", "", 1.0),
+}  # fmt: skip
 _DEVICE_BYTES = 1 << 23
 
 
@@ -57,27 +62,25 @@ class Reported:
             last_write=status_lib.last_write(workdir),
         )  # fmt: skip
         self.goodput = goodput(self.events, now=now if self.status.is_up else None)
-        self.incidents = incidents(self.events)
         self.windows = skipped_windows(self.events)
         self.medians: dict[str, float] = {}
-        series, left = clean_and_left(workdir, _TRAINING)
-        self.curves = self._thinned(series, (*_TRAINING, "eval_loss"))
-        _, evals = series.curve("eval_loss")
-        self.best_eval = float(np.nanmin(evals)) if np.isfinite(evals).any() else None
-        self.left = _branches(left)
-        del series, left
-        self.curves |= self._thinned(clean_series(workdir, keys=_SPEED), _SPEED)
-
-    def _thinned(self, series: Series, keys: Sequence[str]) -> dict[str, Curve]:
-        found = {}
-        for key in keys:
-            steps, values = series.curve(key)
+        self.best_eval: float | None = None
+        lines = Curves(workdir, (*_TRAINING, *_SPEED), lambda name: name.startswith(_NORMS))
+        self.curves: dict[str, Curve] = {}
+        for key in (*_TRAINING, "eval_loss", *_SPEED):
+            steps, values = lines.clean(key)
             if len(values):
                 finite = values[np.isfinite(values)]
                 self.medians[key] = float(np.median(finite)) if len(finite) else float("nan")
-                some = few(values, _POINTS)
-                found[key] = (steps[some], values[some])
-        return found
+                self.best_eval = float(finite.min()) if key == "eval_loss" and len(finite) else self.best_eval
+                self.curves[key] = _thin(steps, values, _POINTS)
+        self.left: dict[int, dict[str, Curve]] = {}
+        for key in ("loss", "grad_norm"):
+            branches = list(lines.left(key).items())[-_MANY:]
+            for attempt, (steps, values) in branches:
+                self.left.setdefault(attempt, {})[key] = _thin(steps, values, max(16, _LEFT_POINTS // len(branches)))
+        self.norms = lines.rare()
+        self.incidents = incidents(self.events, lines.reached())
 
     @functools.cached_property
     def devices(self) -> list[dict[str, Any]]:
@@ -110,25 +113,16 @@ class Reported:
         skipped = {e["step"]: words(e) for e in self.event("update_skipped") if not is_skipped(e.get("batch_index", -1), self.windows)}  # fmt: skip
         return Drawn(
             name, colour, self.curves, self.left, bands=bands[-_MANY:],
-            marks=[(i.onset, n, "; ".join(i.seen)) for n, i in enumerate(self.incidents, 1) if i.kind != "death"][-_MANY:],
+            marks=[(i.onset, n, "; ".join(i.seen)) for n, i in enumerate(self.incidents, 1) if i.decided and i.kind != "death"][-_MANY:],
             skipped=list(skipped.items())[-_MANY:],
             windows=[(self.step_of(a), f"batches {a} to {b - 1} discarded") for a, b in self.windows][-_MANY:],
             deaths=[(i.step, "the process died") for i in self.incidents if i.kind == "death"][-_MANY:],
         )  # fmt: skip
 
 
-def _branches(left: Series) -> dict[int, dict[str, Curve]]:
-    """Attempt -> thin curves of what was left of it."""
-    attempts = np.unique(left["attempt"].data)[-_MANY:]
-    found: dict[int, dict[str, Curve]] = {}
-    for attempt in attempts.tolist():
-        of_it = Series({key: column[left["attempt"].data == attempt] for key, column in left.columns.items()})
-        found[attempt] = {}
-        for key in ("loss", "grad_norm"):
-            steps, values = of_it.curve(key)
-            some = few(values, max(16, _LEFT_POINTS // len(attempts)))
-            found[attempt][key] = (steps[some], values[some])
-    return found
+def _thin(steps: np.ndarray, values: np.ndarray, most: int) -> Curve:
+    some = few(values, most)
+    return steps[some], values[some]
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
@@ -141,15 +135,15 @@ def page(workdirs: Sequence[Path], now: float) -> str:
     alone = len(runs) == 1
     made = Page(f"Run {names[0]}" if alone else f"{len(runs)} runs: {', '.join(names)}")
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
-    made.say(f"{', '.join(str(r.workdir.resolve()) for r in runs)}. Made on {when} by jaxrun {__version__}.", "dim")
+    made.say(f"{', '.join(str(r.workdir) for r in runs)}. Made on {when} by jaxrun {__version__}.", "dim")
     _headline(made, runs, names)
     drawn = [
         r.drawn(plots.RUNS[i % len(plots.RUNS)], name) for i, (r, name) in enumerate(zip(runs, names, strict=True))
     ]
     if any(d.curves for d in drawn):
         made.heading("Training")
-        if alone and (drawn[0].bands or drawn[0].marks):
-            made.say("Red bands: steps that a rewind went back over. Blue: steps that were run again to find out why. The numbers are those of the incidents below.", "dim")  # fmt: skip
+        if alone and drawn[0].bands:
+            made.say("Red bands: steps that a rewind went back over. Blue: steps that were run again to find out why. Dotted: a process died. The numbers are those of the incidents below.", "dim")  # fmt: skip
         made.figure(plots.training(drawn))
     for run, name in zip(runs, names, strict=True):
         _incidents(made, run, "Incidents" if alone else f"Incidents of {name}")
@@ -182,7 +176,7 @@ def _headline(made: Page, runs: Sequence[Reported], names: Sequence[str]) -> Non
     def going_back(r: Reported) -> str:
         back = sum(not e.get("replayed") for e in r.event("rewind"))
         again = len(r.event("triage_started"))
-        return f"{back}" + (f", and {again} second runs to find out why" if again else "")
+        return f"{back}" + (f" ({again} second run{'s' * (again > 1)})" if again else "")
 
     lost = [sum(i.steps_lost for i in r.incidents) for r in runs]
     rows: list[tuple[str, list[Any]]] = [
@@ -260,7 +254,7 @@ def _spent(g: Goodput, cause: str) -> str:
 
 
 def _norms(made: Page, run: Reported, title: str) -> None:
-    series = clean_series(run.workdir, only=lambda name: name.startswith(_NORMS))
+    series = run.norms
     found = [k for k in series.columns if k.startswith(_NORMS)]
     if not found:
         return
@@ -297,13 +291,11 @@ def _devices(made: Page, run: Reported, title: str) -> None:
         name = "host" if line.get("device") is None else f"device {line['device']}"
         by_name.setdefault(f"{line.get('host')} {name}" if len(hosts) > 1 else name, []).append(line)
     for name, some in by_name.items():
-        for key in _DEVICE_KEYS:
-            rows = [(line["time"], line[key]) for line in some if isinstance(line.get(key), int | float)]
-            if rows:
-                times, values = np.array(rows, np.float64).T
-                thin = few(values, 600)
-                where, label = (key, name) if key != "memory_temperature_c" else ("temperature_c", f"{name}, memory")
-                curves.setdefault(where, {})[label] = (times[thin], values[thin])
+        for key, (plot, more, factor) in _DEVICE_KEYS.items():
+            found = [(line["time"], line[key]) for line in some if isinstance(line.get(key), int | float)]
+            if found:
+                times, values = np.array(found, np.float64).T
+                curves.setdefault(plot, {})[name + more] = _thin(times, values * factor, 600)
     if curves:
         made.figure(plots.devices(curves))
     counters = ("ecc_corrected", "ecc_uncorrected", "remapped_rows", "nvlink_errors")

@@ -84,7 +84,7 @@ def test_watch_shows_a_real_run_that_was_rewound(shown: Callable[[Path], str], w
     out = shown(workdir)
     assert out.startswith(f"{workdir.name}  finished ")
     assert f"step {poisoned.NUM_STEPS} of {poisoned.NUM_STEPS} " in out
-    assert re.search(r"^loss +[\d.]+ +[▁▂▃▄▅▆▇█!]{40,}$", out, re.M)
+    assert re.search(r"^loss +[\d.]+ +[▁▂▃▄▅▆▇█!]{10,}$", out, re.M)
     assert re.search(r"^checkpoints .*\b\d+ good", out, re.M)
     assert "back from step" in out
     assert "finished" in out.splitlines()[-1]

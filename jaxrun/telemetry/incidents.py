@@ -87,7 +87,8 @@ def words(event: Event) -> str:  # noqa: PLR0911, PLR0912 (one for each kind)
         slowdown = f", {_number(get('slowdown'))} times the median" if get("slowdown") is not None else ""
         return f"process {get('process')} on {get('host')} is slow{slowdown}"
     if kind == "recompiled":
-        return f"compiled again: {get('cause')}"
+        why = str(get("cause"))  # XLA's own words are long
+        return f"compiled again: {why[:160]}{'…' if len(why) > 160 else ''}"
     return kind.replace("_", " ") + _rest(event)
 
 
@@ -159,10 +160,15 @@ class Incident:
     worst: str = ""
 
 
-def incidents(events: Sequence[Event]) -> list[Incident]:
-    """What went wrong in a run, oldest first: spikes, skipped updates, deaths, damaged checkpoints, sick machines."""
+def incidents(events: Sequence[Event], reached: Mapping[int, int] | None = None) -> list[Incident]:
+    """What went wrong in a run, oldest first: spikes, skipped updates, deaths, damaged checkpoints, sick machines.
+
+    Args:
+      reached: attempt -> the last step that it is known to have finished, from elsewhere: a process that was killed
+        may not have told the journal.
+    """
     found: list[Incident] = []
-    told = _Teller(found)
+    told = _Teller(found, reached or {})
     for event in events:
         told.take(event)
     for incident in found:
@@ -178,8 +184,9 @@ def incidents(events: Sequence[Event]) -> list[Incident]:
 class _Teller:
     """Takes the events in their order, and adds each to the incident that it belongs to."""
 
-    def __init__(self, found: list[Incident]):
-        self._found = found
+    def __init__(self, found: list[Incident], reached: Mapping[int, int]):
+        self._found, self._reached = found, reached
+        self._attempt = 0  # the one that the last process to start is in
         self._is_up = False  # whether the last process that started has not said that it ends
         self._step = 0  # the furthest that the last process start is known to have come
         self._skipped: set[tuple[Any, ...]] = set()
@@ -193,6 +200,8 @@ class _Teller:
             handle(event)
         if event["kind"] not in ("rewind", "triage_started", "resume"):
             self._step = max(self._step, event["step"])
+        if event["kind"] in ("start", "resume", "rewind", "triage_started"):
+            self._attempt = event["attempt"]
 
     def _open(self, event: Event, kind: str, onset: int | None = None) -> Incident:
         """The trouble that is going on, or a new one; what the step refused since its onset was the first sign of it."""
@@ -214,6 +223,7 @@ class _Teller:
 
     def _on_resume(self, event: Event) -> None:
         if self._is_up:
+            self._step = max(self._step, self._reached.get(self._attempt, 0))
             incident = Incident(event.get("time", 0.0), self._step, self._step, "death", is_over=True)
             incident.seen.append("the process died without a word")
             incident.decided.append(f"went on from step {event['step']}")

@@ -19,7 +19,7 @@ p { margin: .3rem 0 .6rem; max-width: 60rem; }
 .good { color: #2e7d32; }
 table { border-collapse: collapse; font-size: 13px; margin: .4rem 0 .8rem; }
 th { text-align: left; font-weight: 600; color: #555; border-bottom: 1px solid #bbb; padding: .25rem 1.1rem .25rem 0; vertical-align: bottom; }
-td { padding: .25rem 1.1rem .25rem 0; border-bottom: 1px solid #eee; vertical-align: top; overflow-wrap: anywhere; }
+td { max-width: 22rem; padding: .25rem 1.1rem .25rem 0; border-bottom: 1px solid #eee; vertical-align: top; overflow-wrap: anywhere; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; overflow-wrap: normal; }
 td.k { white-space: nowrap; }
 code { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }

@@ -87,8 +87,10 @@ def training(runs: Sequence[Drawn]) -> Figure:
     for axis, key in (("yaxis", "loss"), ("yaxis2", "grad_norm")):
         curves = [c[key] for r in runs for c in (r.curves, *r.left.values()) if key in c]
         values = np.concatenate([np.zeros(0), *(y[np.isfinite(y)] for _, y in curves)])
-        if len(values) and values.min() > 0:  # a loss with a z-loss or a label smoothing taken off may be below
-            decades = math.log10(values.max() / values.min())
+        positive = values[values > 0]
+        # A norm of 0 may be missing from its plot; a loss below 0 is one whose logarithm says nothing.
+        if len(positive) and (key == "grad_norm" or len(positive) == len(values)):
+            decades = math.log10(positive.max() / positive.min())
             layout[axis] |= {
                 "type": "log",
                 "dtick": 1 if decades > 2 else "D2" if decades > 0.7 else "D1",
@@ -151,18 +153,23 @@ def speed(runs: Sequence[Drawn]) -> Figure:
         "mfu": [("mfu", "MFU", None), ("hfu", "HFU", "dash"), ("mfu_6n", "MFU by 6N", "dot")],
         "step_time_s": [("step_time_s", "step time", None), ("step_time_p50_s", "median", "dash"), ("step_time_p99_s", "p99", "dot")],
         "data_wait_s": [("data_wait_s", "data wait", None)],
-        "memory": [("device_memory_bytes", "device", None), ("host_memory_bytes", "host", "dash")],
+        "memory": [("device_memory_bytes", "device memory", None), ("host_memory_bytes", "host memory", "dash")],
     }  # fmt: skip
     rows = [row for row, parts in keys.items() if any(key in run.curves for run in runs for key, *_ in parts)]
     figure = _stacked(rows, [1 / len(rows)] * len(rows) if rows else [], "step", height=90 + 170 * len(rows))
+    alone = len(runs) == 1
     for run in runs:
+        is_named = alone
         for i, row in enumerate(rows):
             for key, name, dash in keys[row]:
                 if key in run.curves:
                     steps, values = run.curves[key]
                     curve = (steps, values / 1e9) if row == "memory" else (steps, values)
-                    title = name if len(runs) == 1 else f"{run.name}: {name}"
-                    figure["data"].append(_line(curve, title, run.colour, i + 1, group=title, width=1.2, dash=dash))
+                    title, group = (
+                        (name, name) if alone else (run.name if not is_named else f"{run.name}: {name}", run.name)
+                    )
+                    figure["data"].append(_line(curve, title, run.colour, i + 1, group=group, show=alone or not is_named, width=1.2, dash=dash))  # fmt: skip
+                    is_named = True
     if "mfu" in rows:
         figure["layout"][_nth("yaxis", rows.index("mfu") + 1)]["tickformat"] = ".0%"
     return figure
@@ -196,15 +203,20 @@ def norms(kind: str, steps: np.ndarray, groups: Sequence[str], values: np.ndarra
         logs = np.log10(values)
     finite = logs[np.isfinite(logs)]
     low, high = (math.floor(finite.min()), math.ceil(finite.max())) if finite.size else (0, 1)
-    ticks = list(range(low, high + 1))
+    ticks = [t + part for t in range(low, high + 1) for part in ((0, math.log10(3)) if high - low < 4 else (0,))]
     trace = {
         "type": "heatmap", "x": steps.tolist(), "y": list(groups), "z": [_short(row) for row in np.where(np.isfinite(logs), logs, np.nan)],
         "customdata": [_short(row) for row in values], "colorscale": "Cividis",
         "hovertemplate": "step %{x}, %{y}: %{customdata:.3g}<extra></extra>",
-        "colorbar": {"tickvals": ticks, "ticktext": [f"1e{t}" for t in ticks], "thickness": 12, "outlinewidth": 0},
+        "colorbar": {"tickvals": ticks, "ticktext": [f"{10**t:.0e}" for t in ticks], "thickness": 12, "outlinewidth": 0},
     }  # fmt: skip
     layout = _layout(height=120 + 16 * max(8, len(groups)))
-    layout |= {"xaxis": _axis("step"), "yaxis": {"automargin": True, "type": "category"}, "hovermode": "closest"}
+    layout |= {
+        "xaxis": _axis("step"),
+        "yaxis": {"automargin": True, "type": "category", "autorange": "reversed"},
+        "hovermode": "closest",
+        "modebar": {"orientation": "h"},
+    }
     layout["title"] = {"text": kind.replace("_", " "), "font": {"size": 13}, "x": 0}
     return {"data": [trace], "layout": layout}
 
@@ -219,6 +231,8 @@ def devices(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
             dates = (times * 1e3).astype("datetime64[ms]").astype(str).tolist()
             trace = _line((times, values), name, RUNS[names.index(name) % len(RUNS)], i + 1, group=name, show=not any(name in curves[r] for r in rows[:i]), width=1.2)  # fmt: skip
             figure["data"].append({**trace, "x": dates})
+        if row == "utilization":
+            figure["layout"][_nth("yaxis", i + 1)] |= {"range": [0, 1.05], "tickformat": ".0%"}
     return figure
 
 
@@ -245,7 +259,7 @@ def _layout(*, height: int) -> dict[str, Any]:
         "height": height, "margin": {"l": 70, "r": 50, "t": 30, "b": 45}, "paper_bgcolor": "white", "plot_bgcolor": "white",
         "font": {"family": "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif", "size": 12, "color": "#222"},
         "legend": {"orientation": "h", "x": 0, "y": 1.04, "yanchor": "bottom", "font": {"size": 11}},
-        "hovermode": "x unified", "hoverlabel": {"font": {"size": 11}},
+        "modebar": {"orientation": "v"}, "hovermode": "x unified", "hoverlabel": {"font": {"size": 11}},
     }  # fmt: skip
 
 

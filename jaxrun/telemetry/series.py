@@ -64,54 +64,77 @@ class Series:
         return self["step"].data[there], self.columns[key].data[there] if key in self.columns else np.empty(0)
 
 
-def clean_series(
-    workdir: Path,
-    *,
-    keys: Sequence[str] | None = None,
-    end: int | None = None,
-    only: Callable[[str], bool] | None = None,
-) -> Series:
+def clean_series(workdir: Path, *, keys: Sequence[str] | None = None, end: int | None = None) -> Series:
     """The clean series of a run, in the order of its steps.
 
     Args:
       keys: columns to read besides step, attempt and eval_loss; null: all.
       end: bytes of metrics.jsonl to read; null: all of it.
-      only: of all columns, those that it is true for, and only the lines that have a value in one of them.
     """
-    lines = all_lines(workdir, keys=keys, end=end, only=only)
+    lines = all_lines(workdir, keys=keys, end=end)
     return _taken(lines, _clean_rows(lines, restores(list(read_lines(Path(workdir) / EVENTS)))))
 
 
-def all_lines(
-    workdir: Path,
-    *,
-    keys: Sequence[str] | None = None,
-    end: int | None = None,
-    only: Callable[[str], bool] | None = None,
-) -> Series:
+def all_lines(workdir: Path, *, keys: Sequence[str] | None = None, end: int | None = None) -> Series:
     """Every line of a run, in the order of the file; for the arguments see `clean_series`."""
-    frames = []
-    for frame in _frames(Path(workdir) / METRICS, 0, end, keys):
-        if only is not None:
-            import polars as pl
-
-            names = [name for name in frame.columns if only(name)]
-            if not names:
-                continue
-            known = [name for name in _ALWAYS if name in frame.columns]
-            frame = frame.select(*known, *names).filter(pl.any_horizontal(pl.col(names).is_not_null()))  # noqa: PLW2901
-        frames.append(frame)
-    return _series(frames)
+    return _series(list(_frames(Path(workdir) / METRICS, 0, end, keys)))
 
 
-def clean_and_left(workdir: Path, keys: Sequence[str]) -> tuple[Series, Series]:
-    """The clean series, and the lines of the branches that were left; for `keys` see `clean_series`."""
-    lines = all_lines(workdir, keys=keys)
-    rows = _clean_rows(lines, restores(list(read_lines(Path(workdir) / EVENTS))))
-    is_left = np.ones(len(lines), np.bool_)
-    is_left[rows] = False
-    left = Series({name: column[is_left] for name, column in lines.columns.items()})
-    return _taken(lines, rows), left
+class Curves:
+    """A run's lines, read once and given out curve by curve: in less memory than a Series of all of them.
+
+    Args:
+      keys: those that `clean` and `left` are asked for.
+      is_rare: keys that few lines have; `rare` gives them.
+    """
+
+    def __init__(self, workdir: Path, keys: Sequence[str], is_rare: Callable[[str], bool]):
+        import polars as pl
+
+        self._points = restores(list(read_lines(Path(workdir) / EVENTS)))
+        self._frames, self._rare = list[Any](), list[Any]()
+        for frame in _frames(Path(workdir) / METRICS, 0, None, None):
+            always = [name for name in _ALWAYS if name in frame.columns]
+            self._frames.append(frame.select(*always, *(name for name in keys if name in frame.columns)))
+            if names := [name for name in frame.columns if is_rare(name)]:
+                has_one = pl.any_horizontal(pl.col(names).is_not_null())
+                self._rare.append(frame.select(*always, *names).filter(has_one))
+        lines = _series([frame.select(name for name in _ALWAYS if name in frame.columns) for frame in self._frames])
+        self._steps, self._attempts = lines["step"].data, lines["attempt"].data
+        self._clean = _clean_rows(lines, self._points)
+        is_left = np.ones(len(lines), np.bool_)
+        is_left[self._clean] = False
+        self._left = np.flatnonzero(is_left)
+
+    def clean(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of the clean series' lines that have `key`; empty if none has."""
+        rows, values = self._having(key, self._clean)
+        return self._steps[rows], values
+
+    def left(self, key: str) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """Attempt -> the same of what was left of it."""
+        rows, values = self._having(key, self._left)
+        attempts = self._attempts[rows]
+        return {a: (self._steps[rows][attempts == a], values[attempts == a]) for a in np.unique(attempts).tolist()}
+
+    def reached(self) -> dict[int, int]:
+        """Attempt -> the furthest step that was logged of it."""
+        attempts = np.unique(self._attempts).tolist()
+        return {a: int(self._steps[self._attempts == a].max()) for a in attempts}
+
+    def rare(self) -> Series:
+        """The clean series of the lines that have one of the rare keys, with these keys alone."""
+        lines = _series(list(self._rare))
+        return _taken(lines, _clean_rows(lines, self._points))
+
+    def _having(self, key: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Those of the rows that have the key, and their values."""
+        if not any(key in frame.columns for frame in self._frames):
+            return rows[:0], np.empty(0)
+        frames = [f.select(key if key in f.columns else _nothing(f, key)) for f in self._frames]
+        column = _series(frames)[key]
+        rows = rows[~np.ma.getmaskarray(column)[rows]]
+        return rows, column.data[rows]
 
 
 class Follower:
@@ -287,6 +310,12 @@ def _series(frames: list[pl.DataFrame]) -> Series:
     for name in ("step", "attempt"):
         columns.setdefault(name, np.ma.MaskedArray(np.zeros(0, np.int64), np.zeros(0, np.bool_)))
     return Series(columns)
+
+
+def _nothing(frame: pl.DataFrame, name: str) -> pl.Series:
+    import polars as pl
+
+    return pl.repeat(None, len(frame), dtype=_dtype(name), eager=True).alias(name)
 
 
 def _mask(columns: dict[str, np.ma.MaskedArray], key: str, length: int) -> np.ndarray:

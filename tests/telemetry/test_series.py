@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from jaxrun.config import ConfigError
 from jaxrun.journal import EVENTS, METRICS, LineFile, read_lines
 from jaxrun.telemetry import series as series_lib
-from jaxrun.telemetry.series import Follower, all_lines, clean_and_left, clean_series, metrics_main
+from jaxrun.telemetry.series import Curves, Follower, all_lines, clean_series, metrics_main
 
 
 def write_run(workdir: Path, lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> None:
@@ -188,15 +188,15 @@ def test_whatever_is_logged_the_columns_are_what_the_json_module_reads(
         for key, value in line.items():
             if isinstance(value, bool) and key != "update_applied":
                 continue  # among numbers it is one, alone it is none: nothing that is logged is either
-            if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
-                assert key not in series.columns or series[key].mask[i]
-            elif value is None:
+            if (isinstance(value, str) and value not in ("nan", "inf", "-inf")) or value is None:
                 assert key not in series.columns or series[key].mask[i]
             elif key in series.columns and not series[key].mask[i]:
                 assert series[key][i] == pytest.approx(float(value), rel=0, abs=0, nan_ok=True)
             else:  # given up for this block, as the same key has text or truth values in it
                 others = [x.get(key) for x in rows]
-                assert any(isinstance(x, bool) or (isinstance(x, str) and x not in ("nan", "inf", "-inf")) for x in others)
+                assert any(
+                    isinstance(x, bool) or (isinstance(x, str) and x not in ("nan", "inf", "-inf")) for x in others
+                )
 
 
 def test_lines_that_have_one_of_some_keys(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_lines_that_have_one_of_some_keys(tmp_path: Path) -> None:
     for line in lines[9::10]:
         line["grad_norm/a"] = float(line["step"])
     write_run(tmp_path, lines, [{"kind": "resume", "attempt": 1, "step": 55}])
-    series = clean_series(tmp_path, only=lambda name: name.startswith("grad_norm/"))
+    series = Curves(tmp_path, ["loss"], lambda name: name.startswith("grad_norm/")).rare()
     assert set(series.columns) == {"step", "attempt", "grad_norm/a"}
     assert series["grad_norm/a"].tolist() == series["step"].tolist() == [10, 20, 30, 40, 50]
 
@@ -213,9 +213,13 @@ def test_the_clean_series_and_what_was_left_are_all_lines(tmp_path: Path) -> Non
     lines = [{"step": s, "attempt": 0, "loss": 1.0} for s in range(1, 11)]
     lines += [{"step": s, "attempt": 1, "loss": 2.0} for s in range(5, 8)]
     write_run(tmp_path, lines, [{"kind": "rewind", "attempt": 1, "step": 10, "to_step": 4}])
-    clean, left = clean_and_left(tmp_path, ["loss"])
-    assert clean["step"].tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert left["step"].tolist() == [5, 6, 7, 8, 9, 10]
+    curves = Curves(tmp_path, ["loss"], lambda _: False)
+    steps, loss = curves.clean("loss")
+    assert (steps.tolist(), loss.tolist()) == ([1, 2, 3, 4, 5, 6, 7], [1.0] * 4 + [2.0] * 3)
+    ((attempt, (steps, _)),) = curves.left("loss").items()
+    assert (attempt, steps.tolist()) == (0, [5, 6, 7, 8, 9, 10])
+    assert len(curves.clean("lr")[0]) == 0
+    assert len(curves.rare()) == 0
 
 
 @settings(max_examples=60)
