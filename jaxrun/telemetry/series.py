@@ -228,13 +228,19 @@ def _blocks(path: Path, start: int, end: int | None) -> Iterator[bytes]:
     except FileNotFoundError:
         return
     with file:
-        file.seek(start)
-        left, torn = (os.fstat(file.fileno()).st_size if end is None else end) - start, b""
-        while data := file.read(max(0, min(left, _BLOCK_BYTES))):
-            left -= len(data)
-            whole, newline, torn = (torn + data).rpartition(b"\n")
-            if newline:
-                yield whole
+        left = (os.fstat(file.fileno()).st_size if end is None else end) - start
+        num_bytes = _BLOCK_BYTES
+        while left > 0:
+            file.seek(start)
+            data = file.read(min(left, num_bytes))
+            newline = data.rfind(b"\n")
+            if newline >= 0:
+                yield data[:newline]
+                start, left = start + newline + 1, left - newline - 1
+            elif len(data) < num_bytes:  # being written
+                return
+            else:  # a line that is longer than a block
+                num_bytes *= 2
 
 
 def _frames(path: Path, start: int, end: int | None, keys: Sequence[str] | None) -> Iterator[pl.DataFrame]:

@@ -69,15 +69,12 @@ def few(values: np.ndarray, most: int) -> np.ndarray:
     values = np.asarray(values, np.float64)
     if len(values) <= most:
         return np.arange(len(values))
-    edges = np.linspace(0, len(values), max(1, most // 4) + 1).astype(np.int64)
-    finite = np.isfinite(values)
-    first, length = edges[:-1], np.diff(edges)
-    picked = [first, _where_least(np.where(finite, values, np.inf), first, length), _where_least(np.where(finite, -values, np.inf), first, length), _where_least(finite.astype(np.float64), first, length)]  # fmt: skip
-    return np.union1d(np.concatenate(picked), [len(values) - 1])
-
-
-def _where_least(values: np.ndarray, first: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Of each bucket, where its least value is the first time."""
-    least = np.repeat(np.minimum.reduceat(values, first), length)
-    hits = np.flatnonzero(values == least)
-    return hits[np.searchsorted(hits, first)]
+    size = -(-len(values) // max(1, most // 4))
+    padded = np.full(-(-len(values) // size) * size, math.nan)
+    padded[: len(values)] = values
+    table = padded.reshape(-1, size)
+    finite = np.isfinite(table)
+    columns = [np.zeros(len(table), np.int64), finite.argmin(1)]
+    columns += [np.where(finite, table, np.inf).argmin(1), np.where(finite, table, -np.inf).argmax(1)]
+    picked = np.concatenate([np.arange(len(table)) * size + column for column in columns])
+    return np.union1d(picked[picked < len(values)], [len(values) - 1])
