@@ -170,6 +170,13 @@ STATES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def at_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands at NOW, however long it took to come here."""
+    monkeypatch.setattr(time, "time", lambda: NOW)
+
+
+@pytest.mark.usefixtures("at_that_time")
 @pytest.mark.parametrize("name", STATES)
 def test_every_state_is_shown_and_reported(shown: Callable[[Path], str], tmp_path: Path, name: str) -> None:
     events, lines, said = STATES[name]
