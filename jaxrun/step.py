@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -166,12 +165,15 @@ def build(config: Config) -> Functions:
             h_BTD, head_DV, batch.targets, batch.weights, cfg.logit_soft_cap, per_sequence=per_sequence
         )
 
+    def sequence_losses(params: models.Params, batch: Batch) -> models.LossSums:
+        return eval_step(params, batch, per_sequence=True)
+
     def inspect(state: TrainState, batch: Batch) -> tuple[models.Params, tuple[jax.Array, jax.Array]]:
         key = dropout_key(state.step + 1)
         *_, sizes = model.apply(state.params, batch.inputs, key, watch=True)
         return gradients(state.params, batch, key)[1], sizes
 
-    return Functions(init, train_step, eval_step, functools.partial(eval_step, per_sequence=True), inspect, model)
+    return Functions(init, train_step, eval_step, sequence_losses, inspect, model)
 
 
 def norms(tree: models.Params) -> tuple[jax.Array, dict[str, jax.Array]]:

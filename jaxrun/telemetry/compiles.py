@@ -79,6 +79,8 @@ class Compilations:
         if not text.startswith(_EXPLANATIONS):
             return True
         if text.startswith("TRACING"):
-            lines = [line.strip(" *") for line in text.splitlines()]
-            self._cause = "; ".join(line for line in lines if line and not line.startswith("all previously seen"))
+            # Of JAX's text, what differs; not where in the files.
+            lines = [line.strip(" *:") for line in text.splitlines()[1:]]
+            told = [line for line in lines if line and not line.startswith(("for ", "all previously seen"))]
+            self._cause = "; ".join(told)[:300]
         return False
