@@ -13,6 +13,7 @@ from pathlib import Path
 from jaxrun import __version__
 from jaxrun import config as config_lib
 from jaxrun.config import ConfigError
+from jaxrun.launch.heartbeat import be_supervised
 
 log = logging.getLogger("jaxrun")
 
@@ -112,8 +113,8 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}; {self.prog} --help shows how to call it")
 
 
-def _train(argv: Sequence[str]) -> int:
-    parser = _Parser(prog="jaxrun train", description="Trains, or goes on training, a run. --config.a.b=v overrides one option of the config; the last one wins.")  # fmt: skip
+def _train_arguments(parser: _Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, config_lib.Config]:
+    """What `train` and `supervise` are called with."""
     parser.add_argument(
         "--config", required=True, metavar="FILE", help="a .py with get_config(), or a run's config.json"
     )
@@ -126,10 +127,45 @@ def _train(argv: Sequence[str]) -> int:
     config = config_lib.load(args.config, overrides)
     if args.workdir.exists() and not args.workdir.is_dir():
         raise ConfigError(f"{args.workdir}: is a file, a run directory is needed; choose another --workdir")
+    return args, config
+
+
+def _train(argv: Sequence[str]) -> int:
+    be_supervised()
+    parser = _Parser(prog="jaxrun train", description="Trains, or goes on training, a run. --config.a.b=v overrides one option of the config; the last one wins.")  # fmt: skip
+    args, config = _train_arguments(parser, argv)
 
     from jaxrun import train
 
     return train.train(config, args.workdir, accept_config_change=args.accept_config_change)
+
+
+def _supervise(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="jaxrun supervise",
+        allow_abbrev=False,  # the flags are passed on
+        description="`jaxrun train` with the same flags, started again after a crash, a kill or a hang, until it ends by itself. What is taken for a hang: config.launch.",
+    )
+    parser.add_argument("--max-restarts", type=int, metavar="N", help="stop after so many (default: no limit)")
+    args, config = _train_arguments(parser, argv)
+    if args.max_restarts is not None and args.max_restarts < 0:
+        raise ConfigError(f"jaxrun supervise: --max-restarts is {args.max_restarts}; it cannot be negative")
+
+    from jaxrun.launch.supervise import Supervisor
+
+    words = [sys.executable, "-m", "jaxrun.cli", "train", *_without(argv, "--max-restarts")]
+    return Supervisor(words, config, args.workdir, max_restarts=args.max_restarts).run()
+
+
+def _without(argv: Sequence[str], flag: str) -> list[str]:
+    """The arguments less a flag and its value."""
+    kept, left = [], iter(argv)
+    for word in left:
+        if word == flag:
+            next(left, None)
+        elif not word.startswith(flag + "="):
+            kept.append(word)
+    return kept
 
 
 def _eval(argv: Sequence[str]) -> int:
@@ -309,6 +345,7 @@ def _backtest(argv: Sequence[str]) -> int:
 
 VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "train a run, or go on with it"),
+    "supervise": (_supervise, "train, and start again after a crash, a kill or a hang"),
     "eval": (_eval, "held-out loss of a checkpoint"),
     "sample": (_sample, "text that the model writes"),
     "watch": (_watch, "a run in the terminal, while it goes and afterwards"),

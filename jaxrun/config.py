@@ -249,6 +249,31 @@ class TelemetryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """Processes, and what `jaxrun supervise` takes for a hang: docs/recovery.md."""
+
+    # A process that its peers have not heard of for so long is lost: all the others end, to be started again.
+    heartbeat_timeout_s: int = 30
+    # How long a process that lives may stand still in each phase before the supervisor ends it. startup: imports, the
+    # other processes, the data. save: what a process waits at most for the others' part of a checkpoint, as well.
+    startup_timeout_s: float = 1800.0
+    compile_timeout_s: float = 3600.0
+    restore_timeout_s: float = 3600.0
+    save_timeout_s: float = 1200.0
+    evaluation_timeout_s: float = 3600.0
+    # Of a step: this, or step_timeout_factor times the median step where that is more.
+    step_timeout_s: float = 300.0
+    step_timeout_factor: float = 20.0
+    # From a signal to stop, and from the one that ends a hung process, until SIGKILL.
+    grace_s: float = 300.0
+    kill_after_s: float = 5.0
+    # Starts in a row that finish no new step and are a crash loop; the delay after the first, doubled up to the maximum.
+    max_idle_starts: int = 5
+    backoff_s: float = 1.0
+    max_backoff_s: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -258,13 +283,15 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     # Faults to inject, comma-separated: KIND@WHEN[+LENGTH][:ARG]. For rehearsals only.
     faults: str = ""
 
 
 _STRICT = pydantic.ConfigDict(extra="forbid", strict=True)
 for _section in (
-    TrainConfig, ModelConfig, OptimConfig, MeshConfig, DataConfig, CheckpointConfig, GuardConfig, TelemetryConfig, Config,
+    TrainConfig, ModelConfig, OptimConfig, MeshConfig, DataConfig, CheckpointConfig, GuardConfig, TelemetryConfig,
+    LaunchConfig, Config,
 ):  # fmt: skip
     _section.__pydantic_config__ = _STRICT  # type: ignore[union-attr]
 
@@ -305,12 +332,7 @@ def load(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
       ConfigError: one line for each problem, all problems at once.
     """
     tree = _read(Path(path))
-    problems = []
-    for dotted, text in overrides:
-        problem = _override(tree, dotted, text)
-        if problem:
-            problems.append(problem)
-    if problems:
+    if problems := [found for dotted, text in overrides if (found := _override(tree, dotted, text))]:
         raise ConfigError("\n".join(problems))
     return validate(tree)
 
@@ -353,11 +375,8 @@ def changes_meaning(path: str) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        near = (
-            difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
-            if path.parent.is_dir()
-            else []
-        )
+        there = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, there, n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"{path}: no such config file{hint}")
     if path.suffix == ".json":
@@ -469,6 +488,7 @@ def _values_out_of_range(c: Config) -> Iterator[tuple[str, str]]:
         "guard.outlier_sigma", "guard.loss_floor", "guard.max_climb", "guard.calm_steps", "guard.patience", "guard.max_patience",
         "guard.shift_limit", "guard.nonfinite_steps", "guard.max_skips", "guard.skip_window", "guard.max_rewinds", "guard.rewind_window",
         "guard.lr_factor", "guard.lr_floor", "guard.healthy_steps", "telemetry.straggler_factor", "telemetry.straggler_times",
+        *(f"launch.{field.name}" for field in dataclasses.fields(LaunchConfig)),
     )  # fmt: skip
     not_negative = (
         "train.eval_every", "train.seed", "model.z_loss", "optim.warmup_steps", "optim.weight_decay", "checkpoint.every",
@@ -478,13 +498,8 @@ def _values_out_of_range(c: Config) -> Iterator[tuple[str, str]]:
         "telemetry.exchange_every",
     )  # fmt: skip
     share = (
-        "model.dropout",
-        "optim.final_lr_ratio",
-        "optim.decay_fraction",
-        "data.eval_fraction",
-        "optim.b1",
-        "optim.b2",
-    )
+        "model.dropout", "optim.final_lr_ratio", "optim.decay_fraction", "data.eval_fraction", "optim.b1", "optim.b2",
+    )  # fmt: skip
     flat = flatten(to_dict(c))
     for path, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -509,10 +524,7 @@ def _impossible_models(c: Config) -> Iterator[tuple[str, str]]:
             f"{m.num_heads} heads do not divide d_model {m.d_model}; change one, or set model.head_dim",
         )
     elif m.num_kv_heads is not None and m.num_kv_heads > 0 and m.num_heads % m.num_kv_heads:
-        yield (
-            "model.num_kv_heads",
-            f"{m.num_kv_heads} does not divide num_heads {m.num_heads}; use a divisor of it",
-        )
+        yield "model.num_kv_heads", f"{m.num_kv_heads} does not divide num_heads {m.num_heads}; use a divisor of it"
     head_dim = m.head_dim or (m.d_model // m.num_heads if m.num_heads > 0 else 0)
     if m.positions == "rope" and head_dim % 2:
         yield "model.head_dim", f"is {head_dim}; RoPE turns pairs of features and needs an even number"
@@ -522,10 +534,7 @@ def _impossible_models(c: Config) -> Iterator[tuple[str, str]]:
             f"is {m.max_positions}, shorter than train.seq_len {t.seq_len}; raise it or shorten the sequences",
         )
     if m.attention == "cudnn" and m.dtype != "bfloat16":
-        yield (
-            "model.attention",
-            "cudnn computes in bfloat16; set model.dtype to bfloat16 or model.attention to xla",
-        )
+        yield "model.attention", "cudnn computes in bfloat16; set model.dtype to bfloat16 or model.attention to xla"
     if c.data.tokenizer == "bytes" and 0 < m.vocab_size < 256 and not c.data.source.endswith(".bin"):
         yield "model.vocab_size", f"is {m.vocab_size}; bytes need 256"
 
@@ -555,10 +564,7 @@ def _impossible_runs(c: Config) -> Iterator[tuple[str, str]]:
         yield "mesh", "more than one axis is -1; only one can take what the others leave"
     for axis in ("context", "expert"):
         if sizes[axis] > 1:
-            yield (
-                f"mesh.{axis}",
-                f"is {sizes[axis]}; nothing is sharded over this axis yet, use data, fsdp or tensor",
-            )
+            yield f"mesh.{axis}", f"is {sizes[axis]}; nothing is sharded over this axis yet, use data, fsdp or tensor"
     try:
         from jaxrun import faults  # here, because it imports this module
 

@@ -59,7 +59,7 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
     Raises:
       ConfigError: before anything is compiled, or written into `workdir`.
     """
-    launch.start()
+    launch.start(config.launch.heartbeat_timeout_s, config.launch.startup_timeout_s)
     launch.cache_compilations(cache_root(config.data.cache_dir) / "xla")
     sizes = sharding.resolve(config.mesh, jax.device_count())
     sharding.check(config, sizes)
@@ -75,6 +75,10 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
         run = Run(config, workdir, dataset, mesh, device_peak=device_peak, accept_config_change=accept_config_change)
         try:
             return run.train()
+        except Exception as error:
+            if not isinstance(error, ConfigError):  # which all processes raise alike
+                launch.fail_alone(error)
+            raise
         finally:
             run.close()
 
@@ -125,6 +129,7 @@ class Run:
         claim = launch.agree(lambda: self._claim(accept_config_change))
 
         # From here on this process owns the run directory (its process 0 does).
+        self.heartbeat = launch.Heartbeat(workdir, jax.process_index())
         self.stop = launch.StopRequest()
         is_writer = jax.process_index() == 0
         alert = launch.Alert(config.guard.alert) if config.guard.alert and is_writer else None
@@ -160,12 +165,14 @@ class Run:
         compiling = background.submit(self._compile)
         self.observer.efficiency_of(compiling, background, self.peak)
         background.shutdown(wait=False)
+        self.heartbeat.beat(0, "restore")
         with self.spent.on("restore"):
             state, self.position = self.recovery.start()
         if self.position.step > t.num_steps:
             raise ConfigError(
                 f"config.train.num_steps: {t.num_steps}, but {self.workdir} is at step {self.position.step}; raise it"
             )
+        self.heartbeat.beat(self.position.step, "compile")
         with self.spent.on("compile"):
             train_step, compile_s = compiling.result()
         self._event("compiled", compile_s=compile_s)
@@ -173,8 +180,10 @@ class Run:
         state, batches = self._self_test(train_step, state, self._batches())
         while True:
             at = self.position
+            self.heartbeat.beat(at.step, "step")
             decision = self._judge(up_to=at.step if at.step == t.num_steps else at.step + 1 - LAG)
             if decision is not None:
+                self.heartbeat.beat(at.step, "recovery")
                 self.observer.before_going_back(at.step)
                 with self.spent.on("recovery"):
                     recovered = self.recovery.go_back(state, at, decision)
@@ -390,6 +399,7 @@ class Run:
 
     def _evaluate(self, state: step_lib.TrainState) -> None:
         """Held-out loss in nats per token, over the same tokens every time."""
+        self.heartbeat.beat(self.position.step, "evaluation")
         t = self.config.train
         self._fetch(up_to=self.position.step)
         with self.spent.on("evaluation"):
@@ -406,6 +416,7 @@ class Run:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def _save(self, state: step_lib.TrainState, *, wait: bool = False) -> None:
+        self.heartbeat.beat(self.position.step, "checkpoint")
         self._fetch(up_to=self.position.step)  # its wait is that of the steps
         self.observer.account(self.position.step)
         with self.spent.on("checkpoint"):
@@ -447,7 +458,7 @@ class Run:
         if self.loader is not None:
             self.loader.close()
         self.checkpoints.close()
-        for edge in (self.observer, self.records, self.history):
+        for edge in (self.observer, self.records, self.history, self.heartbeat):
             if edge is not None:
                 edge.close()
         if self.lock:

@@ -330,12 +330,12 @@ class Checkpointer:
                 probe = self._directory / f"probe{_DELETING}"
                 probe.mkdir(exist_ok=True)
                 probe.rmdir()
-                for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):  # no save is under way
-                    if leftover.suffix != _DELETING:
-                        self._delete(leftover)
                 if not self._cleared:
                     self._jobs += [self._worker.submit(_remove, p) for p in self._directory.glob(f"*{_DELETING}")]
                     self._cleared = True
+                for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):  # no save is under way
+                    if leftover.suffix != _DELETING:
+                        self._delete(leftover)
                 if path.exists():
                     self._set_aside(path, "superseded" if _is_committed(path) else "damaged")
             except OSError as error:

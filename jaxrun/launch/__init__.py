@@ -1,17 +1,23 @@
-"""Starting and stopping: many processes, the lock on the run directory, requests to stop."""
+"""Starting and stopping: many processes, the lock on the run directory, requests to stop, the supervisor.
+
+Nothing here loads JAX before it is needed: the supervisor never does.
+"""
 
 from jaxrun.launch.alert import Alert, alert_words
-from jaxrun.launch.distributed import agree, cache_compilations, of_each, on_any, start
+from jaxrun.launch.distributed import agree, cache_compilations, fail_alone, of_each, on_any, start
+from jaxrun.launch.heartbeat import Heartbeat
 from jaxrun.launch.lock import RunLock
 from jaxrun.launch.stop import StopRequest
 
 __all__ = [
     "Alert",
+    "Heartbeat",
     "RunLock",
     "StopRequest",
     "agree",
     "alert_words",
     "cache_compilations",
+    "fail_alone",
     "of_each",
     "on_any",
     "start",

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
 import numpy as np
 
 from jaxrun.config import ConfigError
 
+log = logging.getLogger("jaxrun")
 T = TypeVar("T")
 
 _EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
-def start(heartbeat_timeout_s: int = 30) -> None:
+def start(heartbeat_timeout_s: int = 30, startup_timeout_s: float = 300.0) -> None:
     """Joins the other processes of this run, if the environment says that there are any.
 
     Explicit addresses (the three JAX_* variables) come first; else Slurm and Open MPI are recognised by JAX itself.
     A lost peer ends this process within `heartbeat_timeout_s`: JAX aborts it, and whoever started it starts it again.
+
+    Args:
+      startup_timeout_s: how long the others are waited for; one may still have to be found hung, and be ended.
     """
+    import jax
+
     env = os.environ
+    timeouts: dict[str, Any] = {
+        "heartbeat_timeout_seconds": heartbeat_timeout_s,
+        "initialization_timeout": int(startup_timeout_s),
+    }
     given = [name for name in _EXPLICIT if name in env]
     if given and len(given) < len(_EXPLICIT):
         missing = ", ".join(sorted(set(_EXPLICIT) - set(given)))
@@ -35,9 +46,29 @@ def start(heartbeat_timeout_s: int = 30) -> None:
             raise ConfigError(
                 f"environment: JAX_PROCESS_ID={index} of JAX_NUM_PROCESSES={count}; the first counts from 0 to the second less 1"
             )
-        jax.distributed.initialize(address, int(count), int(index), heartbeat_timeout_seconds=heartbeat_timeout_s)
+        jax.distributed.initialize(address, int(count), int(index), **timeouts)
     elif int(env.get("SLURM_NTASKS", 1)) > 1 or int(env.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_timeout_s)
+        jax.distributed.initialize(**timeouts)
+
+
+def fail_alone(error: Exception) -> None:
+    """Where this process is one of several, ends it with exit code 1, at once; else does nothing.
+
+    The others are in a collective or a barrier and wait for this one; waiting for them in turn, for a checkpoint or for
+    JAX's shutdown, would be minutes of silence. They hear of its death by its closed connections, or its heartbeat.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        return
+    log.debug("traceback", exc_info=error)
+    text = str(error).splitlines()[0] if str(error) else "no message"
+    log.error(
+        "process %d failed: %s: %s; the traceback is in train.log", jax.process_index(), type(error).__name__, text
+    )
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def cache_compilations(folder: Path) -> None:
@@ -46,6 +77,8 @@ def cache_compilations(folder: Path) -> None:
     To be called before anything is compiled. Never for several CPU devices: a program that XLA:CPU reads back has lost
     the order of its collectives, so that two devices wait at different ones for ever, and XLA aborts after 40 s.
     """
+    import jax
+
     if jax.default_backend() == "cpu" and jax.device_count() > 1:
         jax.config.update("jax_enable_compilation_cache", False)
         return
@@ -59,6 +92,8 @@ def agree(fn: Callable[[], T]) -> T:
 
     The value travels as JSON. A `ConfigError` or `OSError` of process 0 is raised on all.
     """
+    import jax
+
     if jax.process_count() == 1:
         return fn()
     answer: dict[str, Any] = {}
@@ -79,6 +114,8 @@ def agree(fn: Callable[[], T]) -> T:
 
 def of_each(value: str) -> list[str]:
     """A short text of every process, in the order of the processes, on all of them."""
+    import jax
+
     if jax.process_count() == 1:
         return [value]
     from jax.experimental import multihost_utils
@@ -92,6 +129,8 @@ def of_each(value: str) -> list[str]:
 
 def on_any(flag: bool) -> bool:
     """Whether it is so on any process, on every process."""
+    import jax
+
     if jax.process_count() == 1:
         return flag
     from jax.experimental import multihost_utils
@@ -100,6 +139,7 @@ def on_any(flag: bool) -> bool:
 
 
 def _broadcast(data: bytes) -> bytes:
+    import jax
     from jax.experimental import multihost_utils
 
     size = int(multihost_utils.broadcast_one_to_all(np.int64(len(data)).astype(np.int32)))

@@ -6,8 +6,6 @@ import os
 import signal
 from types import FrameType
 
-import jax
-
 
 class StopRequest:
     """Whether the run has been asked to stop, the same answer at the same step on every process.
@@ -17,6 +15,8 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
+        import jax
+
         self.reason: str | None = None
         self._many = jax.process_count() > 1
         self._previous = {}
