@@ -140,9 +140,9 @@ class Run:
         self.checkpoints = checkpoint.Checkpointer(
             workdir / "checkpoints",
             keep=config.checkpoint.keep,
-            keep_every=config.checkpoint.keep_every,
+            keep_every=config.checkpoint.keep_every, timeout_s=config.launch.save_timeout_s,
             on_event=self._on_checkpoint_event,
-        )
+        )  # fmt: skip
         self.loader: data.Loader | None = None
         self.in_flight: collections.deque[InFlight] = collections.deque()
 

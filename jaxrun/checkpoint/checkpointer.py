@@ -60,6 +60,7 @@ class Checkpointer:
       keep: how many of the newest committed checkpoints retention leaves.
       keep_every: besides those, every step divisible by this stays; 0: none.
       busy_wait_s: how long a save that is due waits for the one before it.
+      timeout_s: what a process waits at most for the others' part of a save: one of them may have failed.
       on_event: gets checkpoint_saved {step, bytes, blocked_s, write_s}, checkpoint_verified {step},
         checkpoint_failed {step, error | reason} and checkpoint_rejected {step, reason}.
 
@@ -74,11 +75,12 @@ class Checkpointer:
         keep: int,
         keep_every: int = 0,
         busy_wait_s: float = 60.0,
+        timeout_s: float = 1200.0,
         on_event: Callable[[str, dict[str, Any]], None],
     ):
         self._directory = Path(directory).absolute()
         self._keep, self._keep_every, self._on_event = keep, keep_every, on_event
-        self._busy_wait_s = busy_wait_s
+        self._busy_wait_s, self._timeout_s = busy_wait_s, timeout_s
         self._protected: frozenset[int] = frozenset()
         # Steps saved or restored on the current history: saving one of them again would write the same bits.
         self._current: set[int] = set()
@@ -135,7 +137,7 @@ class Checkpointer:
         try:
             self._make_room(path)
             prints = fingerprints(arrays)
-            response = _save_async(path, state)
+            response = _save_async(path, state, self._timeout_s)
         except OSError as error:
             self._on_event("checkpoint_failed", {"step": step, "error": _one_line(error)})
             return 0.0
@@ -376,11 +378,12 @@ class Checkpointer:
         return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]*", name))
 
 
-def _save_async(path: Path, state: Any) -> Any:
+def _save_async(path: Path, state: Any, timeout_s: float) -> Any:
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
     context.array.saving.use_compression = False  # weights hardly compress, and zstd is slower than a disk
+    context.asynchronous.timeout_secs = max(1, int(timeout_s))
     # Where a folder cannot be created, Orbax's threads would wait for it for 20 minutes, holding the host copy.
     context.asynchronous.create_directories_asynchronously = False
     with context:

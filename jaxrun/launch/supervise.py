@@ -288,19 +288,26 @@ class _Record:
     def _run(self) -> None:
         waiting: list[dict[str, Any]] = []
         file: LineFile | None = None
+        failing = False
         while True:
-            line = self._lines.get()
-            waiting += [line] if line else []
+            try:
+                line = self._lines.get(timeout=_POLL_S if waiting else None)
+                waiting += [line] if line else []
+                last = line is None
+            except queue.Empty:  # time to try again
+                last = False
             try:
                 # The trainer makes the folder, once it has found nothing wrong with the config.
                 if file is None and self._path.parent.is_dir():
                     file = LineFile(self._path)
-                if file is not None:
+                if file is not None and waiting:
                     file.append(*waiting)
                     waiting.clear()
-            except OSError as error:  # a full disk: tried again with the next line
-                log.warning("%s: cannot be written (%s)", self._path, error.strerror)
-            if line is None:
+            except OSError as error:
+                if not failing:
+                    log.warning("%s: cannot be written (%s)", self._path, error.strerror)
+                failing = True
+            if last:
                 return
 
 
