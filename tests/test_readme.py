@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ from jaxrun import config as config_lib
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 GUARD = (ROOT / "docs" / "guard.md").read_text()
+RECOVERY = (ROOT / "docs" / "recovery.md").read_text()
 # A model so small that the commands are what is tested.
 TINY = [
     "--config.model.num_layers=1", "--config.model.d_model=16", "--config.model.num_heads=2", "--config.model.d_ff=32",
@@ -33,17 +35,20 @@ def commands(text: str) -> list[str]:
 def test_every_command_in_the_readme_and_the_docs_runs(tmp_path: Path) -> None:
     assert len(commands(README)) >= 8
     assert len(commands(GUARD)) >= 5
-    for command in commands(README) + commands(GUARD):
+    assert len(commands(RECOVERY)) >= 1
+    for command in commands(README) + commands(GUARD) + commands(RECOVERY):
         words = shlex.split(
-            command.replace("runs/a", str(tmp_path / "run")).replace("deny.txt", str(tmp_path / "deny"))
+            command.replace("runs/a", str(tmp_path / ("supervised" if "supervise" in command else "run"))).replace(
+                "deny.txt", str(tmp_path / "deny")
+            )
         )
-        extra = [*TINY, f"--config.data.cache_dir={tmp_path / 'cache'}"] if words[1] == "train" else []
+        extra = [*TINY, f"--config.data.cache_dir={tmp_path / 'cache'}"] if words[1] in ("train", "supervise") else []
         done = subprocess.run(
             [sys.executable, "-m", "jaxrun.cli", *words[1:], *extra],
             cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=600,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
-        assert done.stdout or words[1] == "train", command
+        assert done.stdout or words[1] in ("train", "supervise"), command
 
 
 def test_the_config_that_the_readme_explains_is_the_quickstarts() -> None:
@@ -58,3 +63,12 @@ def test_the_error_that_the_readme_shows_is_the_one_that_comes() -> None:
     with pytest.raises(config_lib.ConfigError) as error:
         config_lib.load(ROOT / "configs" / "quickstart.py", [("optim.peek_lr", "1e-3")])
     assert f"jaxrun: {error.value}" in README
+
+
+def test_every_option_and_file_that_the_recovery_page_names_exists() -> None:
+    launch = {field.name for field in dataclasses.fields(config_lib.LaunchConfig)}
+    named = set(re.findall(r"`launch\.([a-z_]+)`", RECOVERY)) | set(re.findall(r"`([a-z]+_timeout_s)`", RECOVERY))
+    assert named <= launch
+    assert {name for name in launch if name.endswith("_timeout_s")} <= named
+    for name in re.findall(r"(?:scripts|tests|docs)/[a-z0-9_/]+\.[a-z]+", RECOVERY):
+        assert (ROOT / name).exists(), name

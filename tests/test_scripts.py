@@ -12,9 +12,13 @@ import types
 from pathlib import Path
 
 import pytest
+import yaml
+
+from jaxrun import config as config_lib
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted(path for path in (ROOT / "scripts").glob("*.sh") if path.name != "_env.sh")
+SCRIPTS.append(ROOT / "scripts/slurm/train.sbatch")
 
 # Found first on PATH, as python3. `-m venv DIR` copies it into DIR; `-m pip` notes its call, and fails where the file
 # pip_fails lies; the rest is done by the real one. $1 is its name for itself.
@@ -261,3 +265,93 @@ def test_a_startup_benchmark_reads_its_figures_from_the_run_directory(
     )  # fmt: skip
     assert startup.summary([{"x": 1.0}, {"x": 3.0}, {"x": None}], "x", 1) == "2.0 (1.0 to 3.0)"
     assert startup.summary([{"x": None}], "x", 1) == "—"
+
+
+# -- clusters ----------------------------------------------------------------------------------------------------------
+
+# What sbatch and srun do for train.sbatch: notes how it is called, and ends as it is told to.
+FAKE_SRUN = """#!/bin/bash
+echo "$@" >> "{lab}/srun_calls"
+. "{lab}/step"
+"""
+FAKE_SCONTROL = """#!/bin/sh
+echo "$@" >> "{lab}/scontrol_calls"
+kill -KILL $PPID
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "requeued", "code"),
+    [("exit 0", False, 0), ("exit 70", False, 70), ("exit 78", False, 78), ("exit 1", False, 1), ("exit 75", True, -9),
+     ("exit 143", True, -9), ("kill -KILL $$", True, -9)],
+)  # fmt: skip
+def test_a_job_goes_back_into_the_queue_where_another_start_can_help(
+    lab: Lab, step: str, requeued: bool, code: int
+) -> None:
+    lab.program("srun", FAKE_SRUN)
+    lab.program("scontrol", FAKE_SCONTROL)
+    (lab.folder / "step").write_text(step)
+    done = lab.run("slurm/train.sbatch", "--config", "a.py", "--workdir", "my run", SLURM_JOB_ID="17")
+    assert done.returncode == code
+    assert lab.calls("scontrol") == (["requeue 17"] if requeued else [])
+    assert lab.calls("srun") == ["--kill-on-bad-exit=1 jaxrun supervise --config a.py --workdir my run"]
+
+
+def test_a_job_that_was_put_back_often_enough_ends(lab: Lab) -> None:
+    lab.program("srun", FAKE_SRUN)
+    lab.program("scontrol", FAKE_SCONTROL)
+    (lab.folder / "step").write_text("exit 75")
+    done = lab.run("slurm/train.sbatch", SLURM_JOB_ID="17", SLURM_RESTART_COUNT="3", JAXRUN_REQUEUES="3")
+    assert done.returncode == 1
+    assert "was put back 3 times already" in done.stdout
+    assert lab.calls("scontrol") == []
+
+
+def test_a_preempted_job_gives_its_tasks_the_time_to_save(lab: Lab) -> None:
+    lab.program("srun", FAKE_SRUN)
+    lab.program("scontrol", FAKE_SCONTROL)
+    ready, saved = lab.folder / "ready", lab.folder / "saved"
+    (lab.folder / "step").write_text(
+        f'trap \'sleep 0.3; touch "{saved}"; exit 75\' TERM\ntouch "{ready}"\nfor i in $(seq 400); do sleep 0.05; done\n'
+    )
+    process = subprocess.Popen(lab.command("slurm/train.sbatch"), env=lab.environment(SLURM_JOB_ID="17"))
+    try:
+        deadline = time.monotonic() + 60
+        while not ready.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert saved.exists()
+    assert lab.calls("scontrol") == ["requeue 17"]
+
+
+def test_the_jobset_starts_as_many_processes_as_it_says_and_ends_where_starting_again_does_not_help() -> None:
+    jobset = yaml.safe_load((ROOT / "scripts/k8s/jobset.yaml").read_text())
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    env = {e["name"]: e for e in container["env"]}
+    assert set(env) == {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"}
+    assert job["completionMode"] == "Indexed"
+    assert int(env["JAX_NUM_PROCESSES"]["value"]) == job["completions"] == job["parallelism"]
+    # <jobset>-<replicated job>-<job index>-<pod index>.<subdomain>
+    name, subdomain = jobset["metadata"]["name"], jobset["spec"]["network"]["subdomain"]
+    host, port = env["JAX_COORDINATOR_ADDRESS"]["value"].split(":")
+    assert host == f"{name}-{replicated['name']}-0-0.{subdomain}"
+    assert [p["containerPort"] for p in container["ports"]] == [int(port)]
+    assert "job-completion-index" in env["JAX_PROCESS_ID"]["valueFrom"]["fieldRef"]["fieldPath"]
+    by_action = {rule["action"]: rule for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
+    assert by_action["FailJob"]["onExitCodes"]["values"] == [70, 78]
+    assert by_action["Ignore"]["onExitCodes"]["values"] == [75]
+    assert by_action["FailJob"]["onExitCodes"]["containerName"] == container["name"]
+    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    grace_s = config_lib.LaunchConfig().grace_s
+    assert job["template"]["spec"]["terminationGracePeriodSeconds"] > grace_s
+    volumes = {v["name"] for v in job["template"]["spec"]["volumes"]}
+    assert {m["name"] for m in container["volumeMounts"]} == volumes
+    config_lib.load(ROOT / next(a.split("=")[1] for a in container["args"] if a.startswith("--config=")))

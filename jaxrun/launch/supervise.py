@@ -262,7 +262,7 @@ class Supervisor:
     def _say(self, kind: str, **fields: Any) -> None:
         self._record.add({"time": time.time(), "kind": kind, "process": self._process, **fields})
         shown = {k: v for k, v in fields.items() if k not in ("command", "traceback")}
-        log.info("supervisor: %s %s", kind, ", ".join(f"{k} {v}" for k, v in shown.items()))
+        log.info("supervisor: %s (%s)", kind.replace("_", " "), ", ".join(f"{k} {v}" for k, v in shown.items()))
 
     def _tell(self, kind: str, step: int, **fields: Any) -> None:
         if self._alert:

@@ -21,7 +21,7 @@ ClusterName=jaxrun
 SlurmctldHost=localhost
 SlurmctldPort={port}
 AuthType=auth/munge
-AuthInfo=socket={root}/munge/socket,cred_expire=3
+AuthInfo=socket={root}/munge/socket,cred_expire=5
 CryptoType=crypto/munge
 SlurmUser=root
 StateSaveLocation={root}/state
@@ -49,7 +49,9 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP GraceTime=30
 
 def missing() -> str | None:
     """Why there can be no Slurm here; None if there can."""
-    programs = [name for name in ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol") if not shutil.which(name)]
+    programs = [
+        name for name in ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol") if not shutil.which(name)
+    ]
     if programs:
         return f"no {', '.join(programs)} here: apt-get install slurm-wlm munge"
     if os.geteuid() != 0:
@@ -85,7 +87,9 @@ class Cluster:
             self._start("slurmctld", "slurmctld", "-D", "-i", "-f", str(self.conf))
             for n in range(self.nodes):
                 self.start_node(n)
-            self.until(lambda: self.call("sinfo", "-h", "-o", "%T %D").split() == ["idle", str(self.nodes)], "idle nodes")
+            self.until(
+                lambda: self.call("sinfo", "-h", "-o", "%T %D").split() == ["idle", str(self.nodes)], "idle nodes"
+            )
         except BaseException:
             self.__exit__()
             raise
@@ -140,9 +144,10 @@ class Cluster:
         return found
 
     def _start(self, name: str, *command: str) -> None:
-        log = open(self.root / f"{name}.out", "ab")
-        self._daemons[name] = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment(), start_new_session=True)
-        log.close()
+        with open(self.root / f"{name}.out", "ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, env=self.environment(), start_new_session=True
+            )
 
     def _start_munged(self) -> None:
         folder = self.root / "munge"
@@ -154,9 +159,10 @@ class Cluster:
         os.chmod(folder, 0o755)
         command = ["munged", "-F", "--force", f"--socket={folder}/socket", f"--key-file={folder}/key", f"--pid-file={folder}/pid",
                    f"--log-file={folder}/log", f"--seed-file={folder}/seed"]  # fmt: skip
-        log = open(self.root / "munged.out", "ab")
-        self._daemons["munged"] = subprocess.Popen(command, stdout=log, stderr=log, user="munge", group="munge", start_new_session=True)
-        log.close()
+        with open(self.root / "munged.out", "ab") as log:
+            self._daemons["munged"] = subprocess.Popen(
+                command, stdout=log, stderr=log, user="munge", group="munge", start_new_session=True
+            )
         self.until((folder / "socket").exists, "munge socket")
 
     def _name_nodes(self) -> None:

@@ -136,7 +136,7 @@ def differences(workdir: Path, undisturbed: Path, steps: int) -> list[str]:
         found.append("a batch is missing, or was trained on twice")
     if rows.tobytes() != expected.tobytes():
         found.append("losses or norms are not those of the undisturbed run")
-    replayed = read_steps(workdir)
+    replayed = read_steps(workdir).copy()
     replayed["attempt"] = 0
     if len({r.tobytes() for r in replayed}) != steps:
         found.append("a step that was run again gave other numbers")
@@ -161,12 +161,16 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = PATIENC
 
 
 def being_saved(workdir: Path) -> bool:
-    return any(".orbax-checkpoint-tmp" in p.name and ".deleting" not in p.name for p in (workdir / "checkpoints").iterdir())
+    return any(
+        ".orbax-checkpoint-tmp" in p.name and ".deleting" not in p.name for p in (workdir / "checkpoints").iterdir()
+    )
 
 
 def flip_a_bit(workdir: Path, rng: random.Random) -> None:
     """In the newest checkpoint that is whole."""
-    committed = [p for p in (workdir / "checkpoints").iterdir() if p.name.isdecimal() and (p / "manifest.json").exists()]
+    committed = [
+        p for p in (workdir / "checkpoints").iterdir() if p.name.isdecimal() and (p / "manifest.json").exists()
+    ]
     if not committed:
         return
     newest = max(committed, key=lambda p: int(p.name))
@@ -218,7 +222,11 @@ def strike(kind: str, rig: "Rig", rng: random.Random, mounted: bool) -> None:
         time.sleep(rng.uniform(0, 0.02))
     pids = wait_for(lambda: trainers(workdir), "trainer", timeout_s=20.0)
     others = [p for n, p in pids.items() if n > 0]
-    victim = pids[0] if not others or kind == "coordinator" else rng.choice(others if kind == "kill" else list(pids.values()))
+    victim = (
+        pids[0]
+        if not others or kind == "coordinator"
+        else rng.choice(others if kind == "kill" else list(pids.values()))
+    )
     with contextlib.suppress(ProcessLookupError):  # it has just ended, by what struck before
         if kind == "term":
             os.kill(victim, signal.SIGTERM)
@@ -250,13 +258,15 @@ class Rig:
     def start(self) -> None:
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
         if self.processes > 1:
-            environment |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": str(self.processes)}
+            environment |= {
+                "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+                "JAX_NUM_PROCESSES": str(self.processes),
+            }
         for n in range(self.processes):
-            log = open(self.workdir.with_name(f"{self.workdir.name}.{n}.log"), "ab")
             own = {"JAX_PROCESS_ID": str(n)} if self.processes > 1 else {}
             command = [sys.executable, "-m", "jaxrun.cli", "supervise", *self.arguments()]
-            self._started.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment | own))
-            log.close()
+            with open(self.workdir.with_name(f"{self.workdir.name}.{n}.log"), "ab") as log:
+                self._started.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment | own))
 
     def ended(self) -> int | None:
         """The highest exit code once all have ended."""
@@ -364,7 +374,8 @@ def report(strikes: list[Strike], undisturbed_s: float, took_s: float, num_runs:
     )
 
 
-def main() -> int:
+def arguments() -> tuple[argparse.Namespace, list[str]]:
+    """The command line, and the kinds of fault to strike with."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=400)
     parser.add_argument("--mode", choices=("supervise", "slurm"), default="supervise")
@@ -374,14 +385,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, default=None, metavar="DIR", help="work there, and leave it")
     args = parser.parse_args()
-    processes = args.processes or (2 if args.mode == "slurm" else 1)
-    if (args.mode, processes) not in KINDS:
+    args.processes = args.processes or (2 if args.mode == "slurm" else 1)
+    if (args.mode, args.processes) not in KINDS:
         parser.error("under Slurm there are two processes")
-    known = KINDS[args.mode, processes]
+    known = KINDS[args.mode, args.processes]
     kinds = args.kinds.split(",") if args.kinds else list(known)
     if unknown := set(kinds) - set(known):
         parser.error(f"no such kind: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return args, kinds
 
+
+def main() -> int:
+    args, kinds = arguments()
+    processes = args.processes
     with contextlib.ExitStack() as stack:
         root = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         root.mkdir(parents=True, exist_ok=True)
@@ -390,7 +406,10 @@ def main() -> int:
         rng = random.Random(args.seed)
         plan = [kinds[n % len(kinds)] for n in range(args.faults)]
         rng.shuffle(plan)
-        print(f"{_measure.conditions()}\nseed {args.seed}, {processes} process(es), {args.mode}: {args.faults} faults", flush=True)
+        print(
+            f"{_measure.conditions()}\nseed {args.seed}, {processes} process(es), {args.mode}: {args.faults} faults",
+            flush=True,
+        )
 
         warm, undisturbed = root / "warm", root / "undisturbed"
         started = 0.0
@@ -416,7 +435,9 @@ def main() -> int:
                     failures += 1
                     kept = root / f"failed{n}"
                     shutil.copytree(root / f"disk{n}", kept, dirs_exist_ok=True)
-                print(f"run {n + 1} of {len(runs)}: {', '.join(some)}: {'; '.join(wrong) or 'bit-identical'}", flush=True)
+                print(
+                    f"run {n + 1} of {len(runs)}: {', '.join(some)}: {'; '.join(wrong) or 'bit-identical'}", flush=True
+                )
             if not wrong:
                 shutil.rmtree(root / f"disk{n}", ignore_errors=True)
         print("\n" + report(strikes, undisturbed_s, time.time() - began, len(runs)))
@@ -442,9 +463,7 @@ def write_config(root: Path, steps: int, *, heartbeat: int) -> Path:
     return config
 
 
-def make_rig(
-    mode: str, processes: int, config: Path, root: Path, stack: contextlib.ExitStack
-) -> Callable[[Path], Rig]:
+def make_rig(mode: str, processes: int, config: Path, root: Path, stack: contextlib.ExitStack) -> Callable[[Path], Rig]:
     if mode == "supervise":
         return lambda workdir: Rig(config, workdir, processes)
     import _slurm

@@ -34,7 +34,9 @@ def test_a_run_of_an_older_version_goes_on_where_it_ended(tmp_path: Path, versio
         path = run / name
         path.write_text(path.read_text().replace("@HERE@", str(tmp_path)))
     assert checkpoint.verify(run / "checkpoints" / "40") == []
-    assert json.loads((run / "checkpoints" / "40" / "manifest.json").read_text())["manifest"]["format_version"] == version
+    assert (
+        json.loads((run / "checkpoints" / "40" / "manifest.json").read_text())["manifest"]["format_version"] == version
+    )
     arguments = ["--config", str(tmp_path / "config.py"), "--workdir", str(run), "--config.train.num_steps=60"]
     with Trainer(["train", *arguments], run) as trainer:
         trainer.finish()
