@@ -70,6 +70,7 @@ class Decision:
     delay_s: float = 0.0
     idle_starts: int = 0
     why: str = ""
+    crash_loop: bool = False
 
 
 def decide(
@@ -90,11 +91,11 @@ def decide(
     # It had written its last word, and died on the way out: of a peer that was quicker, say.
     if end.journaled:
         return Decision(FINISHED if end.journaled == "finished" else GAVE_UP, why=f"the journal says {end.journaled}")
-    idle = 0 if end.progress or end.code == STOPPED else idle_starts + 1
+    idle = 0 if end.progress else idle_starts + 1
     if idle >= config.max_idle_starts:
-        return Decision(CRASH_LOOP, idle_starts=idle, why=f"{idle} starts in a row finished no new step")
+        return Decision(CRASH_LOOP, 0.0, idle, f"{idle} starts in a row finished no new step", crash_loop=True)
     if max_restarts is not None and starts > max_restarts:
-        return Decision(code or CRASH_LOOP, idle_starts=idle, why=f"{max_restarts} restarts are used up")
+        return Decision(code, 0.0, idle, f"{max_restarts} restarts are used up")
     delay_s = min(config.max_backoff_s, config.backoff_s * 2.0 ** (idle - 1)) if idle else 0.0
     return Decision(None, delay_s, idle)
 
@@ -251,7 +252,7 @@ class Supervisor:
     def _stop(self, end: End, decision: Decision) -> int:
         assert decision.exit_code is not None
         step = self._lookout.seen.best_step
-        if decision.exit_code == CRASH_LOOP or decision.idle_starts >= self._config.max_idle_starts:
+        if decision.crash_loop:
             last = last_traceback(self._workdir / "train.log")
             self._say("crash_loop", why=decision.why, cause=end.cause, step=step, traceback=last)
             self._tell("crash_loop", step, why=decision.why, cause=end.cause)

@@ -127,7 +127,7 @@ def test_what_starting_again_does_not_change_ends_the_supervisor_with_the_same_c
 
 
 def test_a_trainer_that_stopped_on_request_goes_on_at_once_unless_the_supervisor_was_asked() -> None:
-    assert decided(End(75, None, False), idle_starts=4) == Decision(None, 0.0, 0)
+    assert decided(End(75, None, True), idle_starts=4) == Decision(None, 0.0, 0)
     assert decided(End(75, None, False), signalled=True).exit_code == 75
     assert decided(End(-15, None, False), signalled=True).exit_code == 143
 
@@ -139,7 +139,10 @@ def test_the_delay_doubles_up_to_a_maximum_and_starts_afresh_after_progress() ->
 
 def test_starts_in_a_row_without_a_new_step_are_a_crash_loop() -> None:
     assert decided(KILLED, idle_starts=3).exit_code is None
-    assert decided(KILLED, idle_starts=4).exit_code == 1
+    for code in (-9, 1, 75):  # also of one that is asked to stop again and again before it gets anywhere
+        end = decided(End(code, None, False), idle_starts=4)
+        assert (end.exit_code, end.crash_loop) == (1, True)
+    assert not decided(CRASH, signalled=True).crash_loop
 
 
 def test_restarts_can_be_counted() -> None:
