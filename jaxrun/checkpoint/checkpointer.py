@@ -59,7 +59,8 @@ class Checkpointer:
       directory: WORKDIR/checkpoints; created if need be. The first save removes what killed ones left.
       keep: how many of the newest committed checkpoints retention leaves.
       keep_every: besides those, every step divisible by this stays; 0: none.
-      busy_wait_s: how long a save that is due waits for the one before it.
+      busy_wait_s: how long a save that is due waits for the one before it. Waited for once in vain, it is not again: a
+        save that hangs holds the loop up once, not at every save until its deadline.
       timeout_s: what a process waits at most for the others' part of a save: one of them may have failed.
       on_event: gets checkpoint_saved {step, bytes, blocked_s, write_s}, checkpoint_verified {step},
         checkpoint_failed {step, error | reason} and checkpoint_rejected {step, reason}.
@@ -88,6 +89,7 @@ class Checkpointer:
         # One worker, so that saves commit in order; at most one save waits while another is verified.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._commit: Future[bool] | None = None
+        self._waited_for: Future[bool] | None = None
         self._jobs: list[Future[Any]] = []
         self._cleared = False
         self._chief = jax.process_index() == 0
@@ -125,8 +127,9 @@ class Checkpointer:
         if wait:
             self.wait()
         self.poll()
-        if self._commit is not None:
+        if self._commit is not None and self._commit is not self._waited_for:
             futures.wait([self._commit], timeout=self._busy_wait_s)
+            self._waited_for = self._commit
         if _on_any_process(self._commit is not None and not self._commit.done()):
             self._on_event("checkpoint_failed", {"step": step, "reason": "previous save still running"})
             return 0.0

@@ -100,6 +100,12 @@ def test_a_save_while_the_last_is_still_written_is_reported_and_skipped(
     checkpoints.save(1, make_state(), {})
     assert checkpoints.save(2, make_state(), {}) == 0
     assert events == [("checkpoint_failed", {"step": 2, "reason": "previous save still running"})]
+    waits: list[object] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpointer.futures, "wait", lambda *a, **k: waits.append(a))
+        assert checkpoints.save(3, make_state(), {}) == 0
+    assert waits == []  # it was waited for once
+    assert len(events) == 2
     assert checkpoints.steps() == []
     release.set()
     checkpoints.save(3, make_state(), {}, wait=True)
