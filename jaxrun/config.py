@@ -256,7 +256,7 @@ class LaunchConfig:
     heartbeat_timeout_s: int = 30
     # How long a process that lives may stand still in each phase before the supervisor ends it. startup: imports, the
     # other processes, the data. save: what a process waits at most for the others' part of a checkpoint, as well.
-    startup_timeout_s: float = 1800.0
+    startup_timeout_s: float = 900.0
     compile_timeout_s: float = 3600.0
     restore_timeout_s: float = 3600.0
     save_timeout_s: float = 1200.0

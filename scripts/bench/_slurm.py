@@ -112,8 +112,9 @@ class Cluster:
 
     # -- daemons -------------------------------------------------------------------------------------------------------
 
-    def start_node(self, n: int) -> None:
-        self._start(f"node{n}", "slurmd", "-D", "-f", str(self.conf), "-N", f"node{n}")
+    def start_node(self, n: int, *, rebooted: bool = False) -> None:
+        """rebooted: as a machine that was off in between, which is how Slurm knows that its tasks are gone."""
+        self._start(f"node{n}", "slurmd", "-D", "-f", str(self.conf), "-N", f"node{n}", *(["-b"] if rebooted else []))
 
     def kill_node(self, n: int) -> None:
         """As if the machine were gone: its daemon, and all that it has started."""
@@ -240,7 +241,7 @@ class JobRig:
     def kill_node(self, n: int, down_s: float = 5.0) -> None:
         self.cluster.kill_node(n)
         time.sleep(down_s)
-        self.cluster.start_node(n)
+        self.cluster.start_node(n, rebooted=True)
 
     def close(self) -> None:
         if self.job is not None and self.ended() is None:

@@ -398,6 +398,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
 def main() -> int:
     args, kinds = arguments()
     processes = args.processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left running
     with contextlib.ExitStack() as stack:
         root = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         root.mkdir(parents=True, exist_ok=True)
