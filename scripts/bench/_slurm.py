@@ -112,9 +112,8 @@ class Cluster:
 
     # -- daemons -------------------------------------------------------------------------------------------------------
 
-    def start_node(self, n: int, *, rebooted: bool = False) -> None:
-        """rebooted: as a machine that was off in between, which is how Slurm knows that its tasks are gone."""
-        self._start(f"node{n}", "slurmd", "-D", "-f", str(self.conf), "-N", f"node{n}", *(["-b"] if rebooted else []))
+    def start_node(self, n: int) -> None:
+        self._start(f"node{n}", "slurmd", "-D", "-f", str(self.conf), "-N", f"node{n}")
 
     def kill_node(self, n: int) -> None:
         """As if the machine were gone: its daemon, and all that it has started."""
@@ -238,10 +237,11 @@ class JobRig:
             return int(state["ExitCode"].split(":")[0]) or (state["JobState"] != "COMPLETED")
         return None
 
-    def kill_node(self, n: int, down_s: float = 5.0) -> None:
+    def kill_node(self, n: int, down_s: float = 15.0) -> None:
+        """down_s: longer than `SlurmdTimeout`, before which Slurm takes the node's tasks to be alive."""
         self.cluster.kill_node(n)
         time.sleep(down_s)
-        self.cluster.start_node(n, rebooted=True)
+        self.cluster.start_node(n)
 
     def close(self) -> None:
         if self.job is not None and self.ended() is None:

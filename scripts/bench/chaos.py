@@ -12,7 +12,7 @@ started by this script, or as a job of two tasks on two nodes of a real Slurm (D
   term         SIGTERM to a trainer: it saves and ends, and is started again
   bitflip      SIGKILL, and one bit of the newest checkpoint is flipped before it is read
   disk         the disk is full for a second (as root: a small file system of the run's own; else no file may grow)
-  node         SIGKILL to a node's daemon and all that it runs (slurm only); it comes back after five seconds
+  node         SIGKILL to a node's daemon and all that it runs (slurm only); it comes back after fifteen seconds
 
 Every run has to end by itself with exit code 0; its clean series has to have every batch exactly once, in order; and its
 losses, norms and last parameters have to be those of the undisturbed run, bit for bit. Exit code 1 if not.
@@ -46,6 +46,7 @@ import numpy as np
 
 from jaxrun import checkpoint
 from jaxrun.journal import EVENTS, STEP_RECORD, STEPS, read_lines, read_steps
+from jaxrun.telemetry.goodput import goodput
 
 CONFIG = """
 from jaxrun.config import *
@@ -67,7 +68,6 @@ def get_config():
 FAULTS_PER_RUN = 10
 DISK_BYTES = 24 << 20
 DISK_FULL_S = 1.0
-NODE_DOWN_S = 5.0
 # Longer than this without a step after a strike: the run is lost.
 PATIENCE_S = 120.0
 KINDS = {
@@ -370,7 +370,7 @@ def report(strikes: list[Strike], undisturbed_s: float, took_s: float, num_runs:
     useful = num_runs * undisturbed_s / took_s
     return (
         f"{text}\n\n{len(strikes)} faults in {num_runs} runs, {took_s / 60:.1f} min; an undisturbed run takes "
-        f"{undisturbed_s:.1f} s, so goodput was {useful:.1%} with a fault every {took_s / max(1, len(strikes)):.1f} s"
+        f"{undisturbed_s:.1f} s, {useful:.1%} of that speed with a fault every {took_s / max(1, len(strikes)):.1f} s"
     )
 
 
@@ -420,6 +420,7 @@ def main() -> int:
             run_undisturbed(make, workdir)
         undisturbed_s = time.time() - started
         strikes: list[Strike] = []
+        shares: list[float] = []
         failures, began = 0, time.time()
         runs = [plan[i : i + FAULTS_PER_RUN] for i in range(0, len(plan), FAULTS_PER_RUN)]
         for n, some in enumerate(runs):
@@ -429,6 +430,7 @@ def main() -> int:
                 try:
                     strikes += disturbed(rig, some, args.steps, rng, mounted)
                     wrong = differences(workdir, undisturbed, args.steps)
+                    shares.append(goodput(list(read_lines(workdir / EVENTS))).goodput or 0.0)
                 except Lost as error:
                     wrong = [str(error)]
                 finally:
@@ -443,6 +445,10 @@ def main() -> int:
             if not wrong:
                 shutil.rmtree(root / f"disk{n}", ignore_errors=True)
         print("\n" + report(strikes, undisturbed_s, time.time() - began, len(runs)))
+        if shares:
+            print(
+                f"goodput by the journal (steps that count over wall time): median of the runs {statistics.median(shares):.1%}"
+            )
         print(f"{len(runs) - failures} of {len(runs)} runs ended by themselves, bit-identical to the undisturbed one")
         if failures and args.keep is None:
             kept = Path(tempfile.mkdtemp(prefix="chaos-failed-"))
