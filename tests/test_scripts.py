@@ -282,7 +282,7 @@ kill -KILL $PPID
 
 @pytest.mark.parametrize(
     ("step", "requeued", "code"),
-    [("exit 0", False, 0), ("exit 70", False, 70), ("exit 78", False, 78), ("exit 1", False, 1), ("exit 75", True, -9),
+    [("exit 0", False, 0), ("exit 70", False, 70), ("exit 78", False, 78), ("exit 1", True, -9), ("exit 75", True, -9),
      ("exit 143", True, -9), ("kill -KILL $$", True, -9)],
 )  # fmt: skip
 def test_a_job_goes_back_into_the_queue_where_another_start_can_help(
@@ -295,6 +295,16 @@ def test_a_job_goes_back_into_the_queue_where_another_start_can_help(
     assert done.returncode == code
     assert lab.calls("scontrol") == (["requeue 17"] if requeued else [])
     assert lab.calls("srun") == ["--kill-on-bad-exit=1 jaxrun supervise --config a.py --workdir my run"]
+
+
+def test_a_crash_loop_that_other_starts_did_not_mend_ends_the_job(lab: Lab) -> None:
+    lab.program("srun", FAKE_SRUN)
+    lab.program("scontrol", FAKE_SCONTROL)
+    (lab.folder / "step").write_text("exit 1")
+    done = lab.run("slurm/train.sbatch", SLURM_JOB_ID="17", SLURM_RESTART_COUNT="2")
+    assert done.returncode == 1
+    assert "a crash loop; see train.log" in done.stdout
+    assert lab.calls("scontrol") == []
 
 
 def test_a_job_that_was_put_back_often_enough_ends(lab: Lab) -> None:
