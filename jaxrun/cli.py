@@ -168,6 +168,30 @@ def _without(argv: Sequence[str], flag: str) -> list[str]:
     return kept
 
 
+def _prepare(argv: Sequence[str]) -> int:
+    parser = _Parser(prog="jaxrun prepare", description="Text, JSONL (.gz, .zst), Parquet and folders of source code to shards of tokens. Killed, the same command goes on where it was.")  # fmt: skip
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, folder or glob")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="the folder to be made; name it as config.data.source")  # fmt: skip
+    parser.add_argument("--tokenizer", default="bytes", metavar="bytes|FILE.json|train:VOCAB", help="bytes; a Hugging Face tokenizer.json; or train a byte-level BPE of VOCAB tokens on the inputs (default: bytes)")  # fmt: skip
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: one a core); the output does not depend on it")  # fmt: skip
+    parser.add_argument("--field", default="text", help="of JSONL and Parquet that holds the text (default: text)")
+    parser.add_argument("--on-bad", choices=["skip", "fail"], default="fail", help="what to do with bad UTF-8, broken lines, missing fields and overlong documents (default: fail); empty documents are left out and listed")  # fmt: skip
+    parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="a shard ends with the document that fills it (default: 100,000,000)")  # fmt: skip
+    parser.add_argument("--val-fraction", type=float, default=0.0, metavar="F", help="share of the documents to hold out, by a hash of their content (default: 0)")  # fmt: skip
+    parser.add_argument("--separator", metavar="TOKEN", help="what ends a document (default: the tokenizer's end of text; bytes: \\0); none: nothing")  # fmt: skip
+    parser.add_argument("--max-document-bytes", type=int, default=1 << 26, metavar="N", help="a longer line or cell is bad (default: 64 MiB); text files may have any size")  # fmt: skip
+    parser.add_argument("--train-bytes", type=int, default=1 << 28, metavar="N", help="how much of the inputs train:VOCAB looks at (default: 256 MiB, evenly spread)")  # fmt: skip
+    args = parser.parse_args(argv)
+    from jaxrun.data import prepare
+
+    options = prepare.Options(
+        tokenizer=args.tokenizer, field=args.field, on_bad=args.on_bad, shard_tokens=args.shard_tokens, val_fraction=args.val_fraction,
+        separator=args.separator, max_document_bytes=args.max_document_bytes, train_bytes=args.train_bytes,
+    )  # fmt: skip
+    print(prepare.prepare(args.inputs, args.output, options, workers=args.workers))
+    return 0
+
+
 def _eval(argv: Sequence[str]) -> int:
     parser = _Parser(prog="jaxrun eval", description="The loss of a checkpoint on all held-out text.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run directory")
@@ -344,6 +368,7 @@ def _backtest(argv: Sequence[str]) -> int:
 
 
 VERBS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "prepare": (_prepare, "text to shards of tokens"),
     "train": (_train, "train a run, or go on with it"),
     "supervise": (_supervise, "train, and start again after a crash, a kill or a hang"),
     "eval": (_eval, "held-out loss of a checkpoint"),

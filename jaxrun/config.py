@@ -12,8 +12,6 @@ import difflib
 import functools
 import json
 import math
-import traceback
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -125,15 +123,48 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One source of a mixture."""
+
+    name: str
+    # As data.source.
+    source: str
+    # Share of the training sequences, next to the weights of the others.
+    weight: float = 1.0
+    # Other weights later on: (the first batch of which it holds, weight), ascending.
+    schedule: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSetConfig:
+    """A set to evaluate on besides what the training source holds out."""
+
+    name: str
+    # As data.source: what it holds out itself (validation shards, files called val), else all of it. Or the name of a
+    # source of data.mixture: its held-out part.
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    # "stdlib" (the Python standard library's own text), or a file, folder or glob: .txt, .md, .py, … text,
-    # .jsonl (each also .gz or .zst), or .bin token files.
+    # "stdlib" (the Python standard library's own text), a folder that `jaxrun prepare` made, or a file, folder or glob:
+    # .txt, .md, .py, … text, .jsonl (each also .gz or .zst), or token files: .bin (nanoGPT, llm.c, Megatron with its
+    # .idx), .npy (OLMo).
     source: str = "stdlib"
+    # Several sources in its stead, each in its own order; the other options are for all of them. null: none.
+    mixture: tuple[SourceConfig, ...] | None = None
+    # Attention stays within documents: positions start anew at each, and its first token is no target.
+    document_mask: bool = False
+    # For that: the id that ends (or begins) a document in token files that have no index of them.
+    separator_id: int | None = None
+    separator_at: Literal["end", "start"] = "end"
+    # Sets by name, each with eval_loss/NAME, eval_perplexity/NAME and eval_bits_per_byte/NAME. null: none.
+    eval_sets: tuple[EvalSetConfig, ...] | None = None
     # How text becomes tokens: bytes (256 ids); chars (the characters of the corpus, sorted).
     tokenizer: Literal["bytes", "chars"] = "bytes"
     # The key that holds the text in a JSONL line.
     text_field: str = "text"
-    # Integer width of .bin token files without a header.
+    # Integer width of token files without a header.
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     # Share of the documents kept for evaluation.
     eval_fraction: float = 0.05
@@ -290,8 +321,8 @@ class Config:
 
 _STRICT = pydantic.ConfigDict(extra="forbid", strict=True)
 for _section in (
-    TrainConfig, ModelConfig, OptimConfig, MeshConfig, DataConfig, CheckpointConfig, GuardConfig, TelemetryConfig,
-    LaunchConfig, Config,
+    TrainConfig, ModelConfig, OptimConfig, MeshConfig, SourceConfig, EvalSetConfig, DataConfig, CheckpointConfig,
+    GuardConfig, TelemetryConfig, LaunchConfig, Config,
 ):  # fmt: skip
     _section.__pydantic_config__ = _STRICT  # type: ignore[union-attr]
 
@@ -299,7 +330,7 @@ for _section in (
 # (its model, its data, its numbers' origin) and is refused unless it is asked for by name.
 _MEANING = ("model.", "data.", "train.seed", "train.batch_size", "train.seq_len")
 _FREE = (
-    "model.scan_layers", "model.remat", "model.attention", "data.cache_dir", "data.num_workers", "data.prefetch",
+    "model.scan_layers", "model.remat", "model.attention", "data.cache_dir", "data.num_workers", "data.prefetch", "data.eval_sets",
 )  # fmt: skip
 
 
@@ -309,7 +340,14 @@ def _adapter() -> pydantic.TypeAdapter[Config]:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    return dataclasses.asdict(config)
+    """As config.json holds it: lists for tuples, so that what is read back compares equal."""
+    return _lists(dataclasses.asdict(config))  # type: ignore[no-any-return]
+
+
+def _lists(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _lists(value) for key, value in tree.items()}
+    return [_lists(value) for value in tree] if isinstance(tree, list | tuple) else tree
 
 
 def to_json(config: Config) -> str:
@@ -331,7 +369,9 @@ def load(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
     Raises:
       ConfigError: one line for each problem, all problems at once.
     """
-    tree = _read(Path(path))
+    from jaxrun import config_file  # here, because it imports this module
+
+    tree = config_file.read(Path(path), _paths())
     if problems := [found for dotted, text in overrides if (found := _override(tree, dotted, text))]:
         raise ConfigError("\n".join(problems))
     return validate(tree)
@@ -371,49 +411,6 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[A
 def changes_meaning(path: str) -> bool:
     """Whether changing this option in mid-run makes it another run."""
     return path.startswith(_MEANING) and path not in _FREE
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        there = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, there, n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise ConfigError(f"{path}: no such config file{hint}")
-    if path.suffix == ".json":
-        try:
-            tree = json.loads(path.read_text())
-        except ValueError as error:
-            raise ConfigError(f"{path}: not JSON ({error})") from None
-        if not isinstance(tree, dict):
-            raise ConfigError(f"{path}: holds a {type(tree).__name__}, a config is an object of sections")
-        return tree
-    module = types.ModuleType("jaxrun_config_file")
-    module.__file__ = str(path)
-    try:
-        exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
-        if not callable(getattr(module, "get_config", None)):
-            raise ConfigError(f"{path}: defines no get_config(); it has to return a jaxrun.config.Config")
-        config = module.get_config()
-    except ConfigError:
-        raise
-    except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-        line = frames[-1].lineno if frames else getattr(error, "lineno", 0)
-        known = _hint_for_keyword(error)
-        raise ConfigError(f"{path}:{line}: {type(error).__name__}: {error}{known}") from None
-    if not isinstance(config, Config):
-        raise ConfigError(f"{path}: get_config() returned a {type(config).__name__}, not a jaxrun.config.Config")
-    return to_dict(config)
-
-
-def _hint_for_keyword(error: Exception) -> str:
-    """For `TrainConfig(num_step=…)`: the nearest right name."""
-    text = str(error)
-    if not isinstance(error, TypeError) or "unexpected keyword argument" not in text:
-        return ""
-    word = text.rsplit("'", 2)[-2]
-    near = difflib.get_close_matches(word, [p.rsplit(".", 1)[-1] for p in _paths()], n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 @functools.cache
@@ -534,8 +531,17 @@ def _impossible_models(c: Config) -> Iterator[tuple[str, str]]:
             f"is {m.max_positions}, shorter than train.seq_len {t.seq_len}; raise it or shorten the sequences",
         )
     if m.attention == "cudnn" and m.dtype != "bfloat16":
-        yield "model.attention", "cudnn computes in bfloat16; set model.dtype to bfloat16 or model.attention to xla"
-    if c.data.tokenizer == "bytes" and 0 < m.vocab_size < 256 and not c.data.source.endswith(".bin"):
+        yield (
+            "model.attention",
+            "cudnn computes in bfloat16; set model.dtype to bfloat16 or model.attention to xla",
+        )
+    if c.data.document_mask and m.attention == "cudnn":
+        yield (
+            "model.attention",
+            "cudnn does not keep documents apart; set it to auto or xla, or data.document_mask to false",
+        )
+    is_tokens = bool(c.data.mixture) or c.data.source.endswith((".bin", ".npy"))
+    if c.data.tokenizer == "bytes" and 0 < m.vocab_size < 256 and not is_tokens:
         yield "model.vocab_size", f"is {m.vocab_size}; bytes need 256"
 
 

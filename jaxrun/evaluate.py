@@ -11,13 +11,15 @@ from jaxrun import data, models, sharding
 from jaxrun.step import Batch
 
 
-def to_devices(rows: data.Rows, numbers: Sequence[int], batch_size: int, mesh: jax.sharding.Mesh) -> Batch:
+def to_devices(
+    rows: data.Rows | data.PackedRows, numbers: Sequence[int], batch_size: int, mesh: jax.sharding.Mesh
+) -> Batch:
     """The global batch of which this process has read the rows `numbers`."""
     return Batch(*(sharding.from_local_rows(x, numbers, batch_size, mesh) for x in rows))
 
 
 def held_out_loss(
-    eval_step: Callable[[models.Params, Batch], models.LossSums], params: models.Params, dataset: data.Dataset,
+    eval_step: Callable[[models.Params, Batch], models.LossSums], params: models.Params, dataset: data.TrainingData,
     *, batch_size: int, mesh: jax.sharding.Mesh, max_batches: int | None = None,
 ) -> tuple[float, int]:  # fmt: skip
     """Nats per token over the first `max_batches` held-out batches (all, if None), and how many tokens that were."""

@@ -31,7 +31,7 @@ class Ledger:
         self.clean = {int(r["step"]): r for r in self.steps[counts]}  # the history that counts
 
     @property
-    def dataset(self) -> data.Dataset:
+    def dataset(self) -> data.TrainingData:
         return open_data(self.config, self.workdir)
 
     # -- what is printed ----------------------------------------------------------------------------------------------
@@ -88,25 +88,26 @@ class Ledger:
     def document(self, name: str) -> Iterator[str]:
         """The steps whose batch held some of a document: FILE, or FILE@OFFSET."""
         dataset, size = self.dataset, self.config.train.batch_size
-        wanted = dataset.sequences_of(name)  # none, where a document lies in the rest that fills no sequence
         if not dataset.tokens_of(name):
             raise ConfigError(
                 f"{self.config.data.source}: no training document is called {name}; `jaxrun ledger RUN --step N` shows how they are"
             )
+        windows = skipped_windows(self.events)
+        end = 1 + max(
+            (*(int(r["batch_index"]) for r in self.clean.values()), *(end - 1 for _, end in windows)), default=-1
+        )
+        wanted = dataset.rows_of(name, end, size)  # none, where a document lies in the rest that fills no sequence
         found = 0
         for step, r in sorted(self.clean.items()):
             index = int(r["batch_index"])
-            rows = [row for row in range(size) if dataset.sequence(index, row, size) in wanted]
-            if rows:
+            if rows := wanted.get(index):
                 found += 1
                 note = "" if r["skip_reason"] == 0 else "  (no update)"
                 yield f"step {step}: batch {index}, rows {', '.join(map(str, rows))}{note}"
-        windows = skipped_windows(self.events)
-        for first, end in windows:
-            for index in range(first, end):
-                if any(dataset.sequence(index, row, size) in wanted for row in range(size)):
-                    found += 1
-                    yield f"discarded: batch {index}"
+        for index in sorted(wanted):
+            if any(first <= index < end for first, end in windows):
+                found += 1
+                yield f"discarded: batch {index}"
         if not found:
             yield f"{name}: not seen so far"
 
@@ -122,7 +123,7 @@ class Ledger:
         return f"{path}: {added} documents added; later runs honour it with --config.data.deny={path}"
 
 
-def _text(dataset: data.Dataset, batch_index: int, row: int, batch_size: int) -> Iterator[str]:
+def _text(dataset: data.TrainingData, batch_index: int, row: int, batch_size: int) -> Iterator[str]:
     if dataset.tokenizer is not None:
         ids = np.asarray(dataset.rows(batch_index, [row], batch_size).inputs[0])
         yield "    " + json.dumps(dataset.tokenizer.decode(ids)[:_TEXT], ensure_ascii=False)

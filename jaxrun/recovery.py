@@ -69,7 +69,7 @@ class Recovery:
     """
 
     def __init__(
-        self, config: Config, workdir: Path, *, dataset: data.Dataset, mesh: jax.sharding.Mesh, fns: step_lib.Functions,
+        self, config: Config, workdir: Path, *, dataset: data.TrainingData, mesh: jax.sharding.Mesh, fns: step_lib.Functions,
         history: History, checkpoints: checkpoint.Checkpointer, batch_at: Callable[[int], step_lib.Batch],
         soundness: Soundness,
     ):  # fmt: skip

@@ -77,7 +77,7 @@ class Replay:
         return "\n".join(lines)
 
 
-def open_data(config: Config, workdir: Path) -> data.Dataset:
+def open_data(config: Config, workdir: Path) -> data.TrainingData:
     """The data that a run was trained on.
 
     Raises:
@@ -139,14 +139,15 @@ def replay(config: Config, workdir: Path, step: int, attempt: int | None = None)
         fns = step_lib.build(config)
         state, start = _before(workdir, config, fns, mesh, step, attempt)
         with_fault = rehearsed.grad_layer is not None
-        train_step = step_lib.compile_train_step(fns, t, mesh, with_fault=with_fault)
+        train_step = step_lib.compile_train_step(
+            fns, t, mesh, with_fault=with_fault, with_segments=config.data.document_mask
+        )
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
         def batch_at(index: int) -> step_lib.Batch:
             read = dataset.rows(index, rows, t.batch_size)
-            return to_devices(
-                data.Rows(*rehearsed.rows(index, rows, *read, config.model.vocab_size)), rows, t.batch_size, mesh
-            )
+            faulty = rehearsed.rows(index, rows, *read[:3], config.model.vocab_size)
+            return to_devices(type(read)(*faulty, *read[3:]), rows, t.batch_size, mesh)
 
         def run(state: step_lib.TrainState, r: Any) -> tuple[step_lib.TrainState, step_lib.Metrics]:
             index = int(r["batch_index"])

@@ -31,11 +31,14 @@ class TrainState:
 
 
 class Batch(NamedTuple):
-    """inputs, targets: int32 [B, T]. weights: float32 [B, T], what each target counts in the loss."""
+    """inputs, targets: int32 [B, T]. weights: float32 [B, T], what each target counts in the loss. segments: int32
+    [B, T], the document of each input, for attention that stays within it; None: rows are one text.
+    """
 
     inputs: jax.Array
     targets: jax.Array
     weights: jax.Array
+    segments: jax.Array | None = None
 
 
 class Controls(NamedTuple):
@@ -100,7 +103,7 @@ def build(config: Config) -> Functions:
         params: models.Params, batch: Batch, key: jax.Array | None, tokens: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """This (micro)batch's share of the mean over `tokens` of the whole batch: to minimise, and to report."""
-        h_BTD, head_DV = model.apply(params, batch.inputs, key)
+        h_BTD, head_DV = model.apply(params, batch.inputs, key, segments_BT=batch.segments)
         sums = models.cross_entropy(h_BTD, head_DV, batch.targets, batch.weights, cfg.logit_soft_cap)
         return (sums.nll + cfg.z_loss * sums.z) / tokens, sums.nll / tokens
 
@@ -160,7 +163,7 @@ def build(config: Config) -> Functions:
         return TrainState(step=step, params=params, opt_state=opt_state), metrics
 
     def eval_step(params: models.Params, batch: Batch, *, per_sequence: bool = False) -> models.LossSums:
-        h_BTD, head_DV = model.apply(params, batch.inputs)
+        h_BTD, head_DV = model.apply(params, batch.inputs, segments_BT=batch.segments)
         return models.cross_entropy(
             h_BTD, head_DV, batch.targets, batch.weights, cfg.logit_soft_cap, per_sequence=per_sequence
         )
@@ -170,7 +173,7 @@ def build(config: Config) -> Functions:
 
     def inspect(state: TrainState, batch: Batch) -> tuple[models.Params, tuple[jax.Array, jax.Array]]:
         key = dropout_key(state.step + 1)
-        *_, sizes = model.apply(state.params, batch.inputs, key, watch=True)
+        *_, sizes = model.apply(state.params, batch.inputs, key, watch=True, segments_BT=batch.segments)
         return gradients(state.params, batch, key)[1], sizes
 
     return Functions(init, train_step, eval_step, sequence_losses, inspect, model)
@@ -239,11 +242,19 @@ def initial_state(fns: Functions, mesh: jax.sharding.Mesh, seed: int) -> TrainSt
     return jax.jit(fns.init, out_shardings=state_shardings(fns, mesh))(jax.random.key(seed))
 
 
-def compile_train_step(fns: Functions, train: TrainConfig, mesh: jax.sharding.Mesh, *, with_fault: bool = False) -> Any:
+def compile_train_step(
+    fns: Functions,
+    train: TrainConfig,
+    mesh: jax.sharding.Mesh,
+    *,
+    with_fault: bool = False,
+    with_segments: bool = False,
+) -> Any:
     """The train step's executable for `mesh`; it owns (donates) the state that it is given.
 
     Args:
       with_fault: whether `Controls.grad_fault` will be an array.
+      with_segments: whether `Batch.segments` will be one.
     """
     shape = (train.batch_size, train.seq_len)
     by_rows = sharding.batch_sharding(shape, mesh)
@@ -252,7 +263,7 @@ def compile_train_step(fns: Functions, train: TrainConfig, mesh: jax.sharding.Me
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
     arguments: Any = (
         abstract_state(fns, mesh),
-        Batch(ids, ids, jax.ShapeDtypeStruct(shape, jnp.float32, sharding=by_rows)),  # type: ignore[arg-type]
+        Batch(ids, ids, jax.ShapeDtypeStruct(shape, jnp.float32, sharding=by_rows), ids if with_segments else None),  # type: ignore[arg-type]
         Controls(scalar, scalar, scalar if with_fault else None),  # type: ignore[arg-type]
     )
     step = jax.jit(fns.train_step, donate_argnums=0, out_shardings=(state_shardings(fns, mesh), whole))

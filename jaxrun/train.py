@@ -83,12 +83,12 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
             run.close()
 
 
-def _open_data(config: Config) -> data.Dataset:
-    def open_dataset() -> data.Dataset:
+def _open_data(config: Config) -> data.TrainingData:
+    def open_dataset() -> data.TrainingData:
         t = config.train
         return data.open_dataset(config.data, seq_len=t.seq_len, vocab_size=config.model.vocab_size, seed=t.seed)
 
-    opened: list[data.Dataset] = []
+    opened: list[data.TrainingData] = []
     # Process 0 first: it fills the token cache that the others then find.
     launch.agree(lambda: opened.append(open_dataset()))
     return opened[0] if opened else open_dataset()
@@ -113,7 +113,7 @@ class InFlight:
 class Run:
     """One start of a run: the edges where its state lives, and the loop over them."""
 
-    def __init__(self, config: Config, workdir: Path, dataset: data.Dataset, mesh: jax.sharding.Mesh, *, device_peak: Peak | None, accept_config_change: bool):  # fmt: skip
+    def __init__(self, config: Config, workdir: Path, dataset: data.TrainingData, mesh: jax.sharding.Mesh, *, device_peak: Peak | None, accept_config_change: bool):  # fmt: skip
         self.peak = device_peak
         self.config, self.workdir, self.dataset, self.mesh = config, workdir, dataset, mesh
         self.fns = step_lib.build(config)
@@ -261,7 +261,9 @@ class Run:
         """The train step's executable and the seconds it took, while the main thread restores the state."""
         started = time.perf_counter()
         with_fault = self.faults.grad_layer is not None
-        compiled = step_lib.compile_train_step(self.fns, self.config.train, self.mesh, with_fault=with_fault)
+        compiled = step_lib.compile_train_step(
+            self.fns, self.config.train, self.mesh, with_fault=with_fault, with_segments=self.config.data.document_mask
+        )
         return compiled, time.perf_counter() - started
 
     def _self_test(
@@ -300,9 +302,10 @@ class Run:
         rows = self.dataset.rows(batch_index, self.rows, self.config.train.batch_size)
         return self._put_rows(batch_index, rows)
 
-    def _put_rows(self, batch_index: int, rows: data.Rows) -> step_lib.Batch:
+    def _put_rows(self, batch_index: int, rows: data.Rows | data.PackedRows) -> step_lib.Batch:
         if self.faults:
-            rows = data.Rows(*self.faults.rows(batch_index, self.rows, *rows, self.config.model.vocab_size))
+            faulty = self.faults.rows(batch_index, self.rows, *rows[:3], self.config.model.vocab_size)
+            rows = type(rows)(*faulty, *rows[3:])
         return to_devices(rows, self.rows, self.config.train.batch_size, self.mesh)
 
     def _strike(self, state: step_lib.TrainState) -> step_lib.TrainState:

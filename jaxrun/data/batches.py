@@ -12,6 +12,8 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxrun.data.inverse import unshuffle
+
 # Grain computes permutations in 32 bits; above this it wraps around without a word.
 MAX_SEQUENCES = 2**32
 # Of the cipher behind the permutation; Grain's own shuffle takes as many.
@@ -48,6 +50,31 @@ def sequence_index(k: int, num_sequences: int, seed: int) -> int:
     if num_sequences <= _FEW_SEQUENCES:
         return int(_short_epoch(num_sequences, seed, epoch)[place])
     return _index_shuffle()(place, max_index=num_sequences - 1, seed=_epoch_key(seed, epoch), rounds=_ROUNDS)
+
+
+def places_in_epoch(sequences: NDArray[np.int64], num_sequences: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Where in an epoch these sequences come [P]: the inverse of `sequence_index`, at once for all of them.
+
+    Raises:
+      RuntimeError: this Grain shuffles in a way that cannot be inverted.
+    """
+    if not len(sequences):
+        return sequences
+    if num_sequences <= _FEW_SEQUENCES:
+        return np.argsort(_short_epoch(num_sequences, seed, epoch), kind="stable")[sequences].astype(np.int64)
+    places = unshuffle(sequences, num_sequences - 1, _epoch_key(seed, epoch), _ROUNDS)
+    for place, sequence in zip(places[:8].tolist(), sequences[:8].tolist(), strict=True):
+        if sequence_index(epoch * num_sequences + place, num_sequences, seed) != sequence:
+            raise RuntimeError("this version of Grain shuffles otherwise than jaxrun.data.inverse knows")
+    return places
+
+
+def by_batch(places: NDArray[np.int64], batch_size: int) -> dict[int, list[int]]:
+    """Batch -> rows, of ascending places in the training order."""
+    found: dict[int, list[int]] = {}
+    for place in places.tolist():
+        found.setdefault(place // batch_size, []).append(place % batch_size)
+    return found
 
 
 def order_probe() -> list[int]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import shutil
 import signal
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import connection, resource_tracker
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,23 +19,25 @@ import numpy as np
 from absl import flags
 
 from jaxrun.config import ConfigError
-from jaxrun.data.dataset import Dataset, Rows
+from jaxrun.data.dataset import Dataset, PackedRows, Rows
+from jaxrun.data.mixture import Mixture
+from jaxrun.data.process import end_with_parent
 
 
 class _Source:
     """Batches from `start` on, as Grain's random-access protocol wants them."""
 
-    def __init__(self, dataset: Dataset, batch_size: int, rows: Sequence[int], start: int):
+    def __init__(self, dataset: Dataset | Mixture, batch_size: int, rows: Sequence[int], start: int):
         self._dataset, self._batch_size, self._rows, self._start = dataset, batch_size, rows, start
 
     def __len__(self) -> int:
         return sys.maxsize
 
-    def __getitem__(self, n: int) -> tuple[int, Rows]:
+    def __getitem__(self, n: int) -> tuple[int, Rows | PackedRows]:
         return self._start + n, self._dataset.rows(self._start + n, self._rows, self._batch_size)
 
 
-class Loader(Iterator[tuple[int, Rows]]):
+class Loader(Iterator[tuple[int, Rows | PackedRows]]):
     """Yields (batch_index, its `rows`) for batch_index = start, start + 1, … without end.
 
     Whatever the number of workers, what comes out is `dataset.rows`, and an exception there comes out here.
@@ -55,7 +55,7 @@ class Loader(Iterator[tuple[int, Rows]]):
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Mixture,
         *,
         batch_size: int,
         rows: Sequence[int],
@@ -82,12 +82,12 @@ class Loader(Iterator[tuple[int, Rows]]):
         if not num_workers:
             self._reader.batches.start_prefetch()
 
-    def __next__(self) -> tuple[int, Rows]:
+    def __next__(self) -> tuple[int, Rows | PackedRows]:
         if not self._close.alive:
             raise ValueError("the loader is closed")
         batch_index, rows = self._reader.next()
         # A copy: what a worker sends lies in shared memory, which goes when Grain's array does.
-        return int(batch_index), Rows(np.array(rows.inputs), np.array(rows.targets), np.array(rows.weights))
+        return int(batch_index), type(rows)(*map(np.array, rows))  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Stops threads and processes, and waits for them."""
@@ -100,15 +100,15 @@ class _Reader:
     def __init__(self, batches: Any, num_workers: int):
         self.batches = batches
         self._num_workers = num_workers
-        self._ready: deque[tuple[int, Rows]] | None = None
+        self._ready: deque[tuple[int, Rows | PackedRows]] | None = None
         self._workers: set[BaseProcess] = set()
 
-    def next(self) -> tuple[int, Rows]:
+    def next(self) -> tuple[int, Rows | PackedRows]:
         if self._ready is None:
             self._ready = self._start_workers()
         return self._ready.popleft() if self._ready else next(self.batches)
 
-    def _start_workers(self) -> deque[tuple[int, Rows]]:
+    def _start_workers(self) -> deque[tuple[int, Rows | PackedRows]]:
         """Starts all workers, by taking one batch of each: Grain closes none that has not yet delivered."""
         before = _workers()
         try:
@@ -131,9 +131,9 @@ def _check_shared_memory(num_tokens: int, num_workers: int, prefetch: int) -> No
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return
-    # Rows are 12 bytes a token. Each worker has `prefetch` batches in its queue, this process as many that it
+    # Rows are 16 bytes a token at the most. Each worker has `prefetch` batches in its queue, this process as many that it
     # took from there, and a few are in passing.
-    need_bytes = num_tokens * 12 * num_workers * (2 * prefetch + 3)
+    need_bytes = num_tokens * 16 * num_workers * (2 * prefetch + 3)
     free_bytes = shutil.disk_usage(folder).free
     if need_bytes > free_bytes:
         raise ConfigError(
@@ -170,12 +170,4 @@ def _blocked(*signals: signal.Signals) -> Iterator[None]:
 
 
 def _end_with_parent(index: int, count: int) -> None:
-    """In a worker: a main process that is killed cannot tell its workers to stop."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="end-with-parent").start()
+    end_with_parent()

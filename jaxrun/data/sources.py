@@ -10,20 +10,14 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, Protocol
 
-import numpy as np
 import xxhash
 import zstandard
 
 from jaxrun.config import ConfigError
-from jaxrun.data.tokens import Segment
 
 _BLOCK_BYTES = 128 * 1024
-# llm.c, dev/data/data_common.py: 256 int32 (magic, version, tokens, unused …), then the tokens.
-# modded-nanogpt writes the first kind.
-_HEADER_BYTES = 256 * 4
-_HEADERS = {20240520: ((1,), "<u2"), 20240801: ((1, 7), "<u4")}
 
 
 class Document(NamedTuple):
@@ -36,9 +30,12 @@ class Document(NamedTuple):
     chunks: Iterator[bytes]
 
 
-def find_files(source: str) -> list[Path]:
+def find_files(source: str, option: str = "config.data.source") -> list[Path]:
     """The files behind a path, a folder (all below it but hidden ones) or a glob, in the order of their
     names.
+
+    Args:
+      option: what named it, for the message.
 
     Raises:
       ConfigError: there are none.
@@ -49,61 +46,14 @@ def find_files(source: str) -> list[Path]:
     if path.is_dir():
         found = [p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path))]
         if not found:
-            raise ConfigError(
-                f"config.data.source: {source} is a folder without files; name one with text or .bin files"
-            )
+            raise ConfigError(f"{option}: {source} is a folder without files; name one with text or .bin files")
     elif glob.has_magic(str(path)):
         found = [p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()]
         if not found:
-            raise ConfigError(
-                f"config.data.source: no file matches {source}; quote the pattern, ** stands for any folders"
-            )
+            raise ConfigError(f"{option}: no file matches {source}; quote the pattern, ** stands for any folders")
     else:
-        raise ConfigError(f"config.data.source: {source} does not exist{_nearest(path)}")
+        raise ConfigError(f"{option}: {source} does not exist{_nearest(path)}")
     return sorted(found, key=lambda p: p.parts)
-
-
-def are_token_files(files: Sequence[Path]) -> bool:
-    """Whether these are .bin token files; they can't be mixed with text."""
-    tokens = [p for p in files if p.suffix == ".bin"]
-    if tokens and len(tokens) < len(files):
-        text = next(p for p in files if p.suffix != ".bin")
-        raise ConfigError(f"config.data.source: mixes token files ({tokens[0]}) with text ({text}); name one kind")
-    return bool(tokens)
-
-
-def open_token_file(path: Path, token_dtype: str) -> Segment:
-    """The tokens of a .bin file: raw integers (nanoGPT), or integers after llm.c's header, which its magic
-    tells.
-
-    Args:
-      token_dtype: "uint16" or "uint32", of a file without a header.
-
-    Raises:
-      ConfigError: an empty or cut file, or an unknown version of the header.
-    """
-    size = path.stat().st_size
-    if size == 0:
-        raise ConfigError(f"{path}: is empty; a token file holds at least one sequence")
-    with open(path, "rb") as file:
-        header = np.frombuffer(file.read(12), "<i4") if size >= _HEADER_BYTES else np.zeros(3, "<i4")
-    offset, dtype = 0, np.dtype(token_dtype).newbyteorder("<")
-    if int(header[0]) in _HEADERS:
-        versions, code = _HEADERS[int(header[0])]
-        offset, dtype = _HEADER_BYTES, np.dtype(code)
-        if header[1] not in versions:
-            raise ConfigError(f"{path}: version {header[1]} of a token file header; known for this magic: {versions}")
-        if size != offset + int(header[2]) * dtype.itemsize:
-            raise ConfigError(
-                f"{path}: its header promises {header[2]} tokens, it has "
-                f"{(size - offset) // dtype.itemsize}; copy it again"
-            )
-    elif size % dtype.itemsize:
-        raise ConfigError(
-            f"{path}: {size} bytes are no whole number of {token_dtype} tokens; "
-            "check config.data.token_dtype, or copy it again"
-        )
-    return Segment(str(path), dtype.str, offset, (size - offset) // dtype.itemsize)
 
 
 def content_hash(path: Path) -> str:
@@ -158,7 +108,7 @@ def decode_utf8(document: Document, path: Path) -> Iterator[str]:
 
 
 def _text(path: Path) -> Iterator[bytes]:
-    for n, chunk in enumerate(_unpacked(path)):
+    for n, chunk in enumerate(unpacked(path)):
         if n == 0 and b"\0" in chunk[:8192]:  # git's test for a binary file
             raise ConfigError(
                 f"{path}: is binary, not text; leave it out of config.data.source, say with a glob such as **/*.txt"
@@ -168,33 +118,56 @@ def _text(path: Path) -> Iterator[bytes]:
 
 def _json_lines(number: int, path: Path, text_field: str) -> Iterator[Document]:
     offset = 0
-    for line_number, line in enumerate(_lines(_unpacked(path)), start=1):
+    for line_number, line in enumerate(_lines(unpacked(path)), start=1):
         if line.strip():
-            yield Document(number, offset, iter((_text_of(line, f"{path}:{line_number}", text_field),)))
+            try:
+                text = text_of(line, text_field).encode()
+            except BadLine as error:
+                remedy = "set config.data.text_field" if error.reason == "no_field" else "mend or remove the line"
+                raise ConfigError(f"{path}:{line_number}: {error}; {remedy}") from None
+            yield Document(number, offset, iter((text,)))
         offset += len(line)
 
 
-def _text_of(line: bytes, where: str, text_field: str) -> bytes:
+class BadLine(ValueError):
+    """A line of .jsonl that holds no text. `reason`: bad_json, no_field or bad_utf8."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+def text_of(line: bytes, text_field: str) -> str:
+    """The text of a line of .jsonl.
+
+    Raises:
+      BadLine: it holds none.
+    """
     try:
         record = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not JSON ({error}); mend or remove the line") from None
+    except UnicodeDecodeError as error:
+        raise BadLine("bad_utf8", f"not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise BadLine("bad_json", f"not JSON ({error})") from None
     if not isinstance(record, dict) or text_field not in record:
         held = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise ConfigError(f"{where}: no field {text_field!r}, it holds {held}; set config.data.text_field")
+        raise BadLine("no_field", f"no field {text_field!r}, it holds {held}")
     text = record[text_field]
     if not isinstance(text, str):
-        raise ConfigError(f"{where}: {text_field!r} is a {type(text).__name__}, not text; set config.data.text_field")
+        raise BadLine("no_field", f"{text_field!r} is a {type(text).__name__}, not text")
     try:
-        return text.encode()
+        text.encode()
     except UnicodeEncodeError:
-        raise ConfigError(
-            f"{where}: {text_field!r} holds half a surrogate pair, which is no text; mend or remove the line"
-        ) from None
+        raise BadLine("bad_utf8", f"{text_field!r} holds half a surrogate pair, which is no text") from None
+    return text
 
 
-def _unpacked(path: Path) -> Iterator[bytes]:
-    """The file's bytes after decompression, none of them empty."""
+class _Tell(Protocol):
+    bytes: int
+
+
+def unpacked(path: Path, progress: _Tell | None = None) -> Iterator[bytes]:
+    """The file's bytes after decompression, none of them empty; `progress.bytes` is how far the file was read."""
     count = 0
     try:
         with open(path, "rb") as file:
@@ -206,6 +179,8 @@ def _unpacked(path: Path) -> Iterator[bytes]:
                 chunks = _blocks(file)
             for chunk in chunks:
                 count += len(chunk)
+                if progress is not None:
+                    progress.bytes = file.tell()
                 if chunk:
                     yield chunk
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:

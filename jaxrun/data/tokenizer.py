@@ -34,6 +34,10 @@ class Tokenizer(Protocol):
         """The text of ids [N]; what is not text comes out as U+FFFD."""
         ...
 
+    def token_bytes(self) -> NDArray[np.float32]:
+        """How many UTF-8 bytes of text each id stands for [V]."""
+        ...
+
 
 @dataclass(frozen=True)
 class ByteTokenizer:
@@ -54,6 +58,9 @@ class ByteTokenizer:
         ids_N = np.asarray(ids, np.int64)
         known = np.where((ids_N >= 0) & (ids_N < 256), ids_N, 0xFF)  # 0xFF is in no UTF-8 text
         return known.astype(np.uint8).tobytes().decode(errors="replace")
+
+    def token_bytes(self) -> NDArray[np.float32]:
+        return np.ones(256, np.float32)
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,9 @@ class CharTokenizer:
 
     def decode(self, ids: ArrayLike) -> str:
         return "".join(self.characters[i] if 0 <= i < self.vocab_size else "\ufffd" for i in np.asarray(ids).tolist())
+
+    def token_bytes(self) -> NDArray[np.float32]:
+        return np.array([len(c.encode()) for c in self.characters], np.float32)
 
     @functools.cached_property
     def _points_V(self) -> NDArray[np.uint32]:

@@ -2,48 +2,102 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import logging
+import os
+import time
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from jaxrun.config import ConfigError
+from jaxrun.data.documents import Index, Span
+
+log = logging.getLogger("jaxrun")
 
 _BLOCK_BYTES = 1 << 20
 # Token files up to this size together are read whole when opened, of larger ones this much, evenly spread.
 SCAN_BYTES = 1 << 30
+
+# What a network file system says when it may well answer the next time; and how long it is waited for.
+FLAKY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
+_RETRY_S = (0.05, 0.2, 1.0, 3.0)
+
+Result = TypeVar("Result")
+
+
+def patiently(read: Callable[[], Result], path: str) -> Result:
+    """`read()`, tried again where the file system only stumbled. Every failure is logged with its number.
+
+    Raises:
+      OSError: it failed in another way, or five times.
+    """
+    for attempt, wait_s in enumerate((*_RETRY_S, None), start=1):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in FLAKY or wait_s is None:
+                raise
+            log.warning("%s: %s (failed read %d of this place; again in %.2f s)", path, error.strerror, attempt, wait_s)
+            time.sleep(wait_s)
+    raise AssertionError("unreachable")
 
 
 @dataclass(frozen=True)
 class Segment:
     """`num_tokens` little-endian integers of a file, from byte `offset` on. Holds no open file, so it
     pickles.
+
+    size_bytes, mtime_ns: of the file when it was opened; None: not looked at. index: of its documents, if it has one.
     """
 
     path: str
     dtype: str
     offset: int
     num_tokens: int
+    size_bytes: int | None = None
+    mtime_ns: int | None = None
+    index: Index | None = None
 
     def read(self, first: int, count: int) -> NDArray[Any]:
         """Token ids [count]. Touches these bytes alone.
 
         Raises:
-          OSError: the file is gone or shorter than it was.
+          OSError: the file is gone, or not what it was when it was opened.
         """
+        return patiently(lambda: self._read(first, count), self.path)
+
+    def _read(self, first: int, count: int) -> NDArray[Any]:
         dtype = np.dtype(self.dtype)
-        with open(self.path, "rb") as file:  # opened anew: a mapped file that shrinks would kill the process
+        with open(self.path, "rb", buffering=0) as file:  # anew: a mapped file that shrinks would kill the process
+            if self.size_bytes is not None:
+                found = os.fstat(file.fileno())
+                if (found.st_size, found.st_mtime_ns) != (self.size_bytes, self.mtime_ns):
+                    raise OSError(
+                        f"{self.path}: the data changed under the run ({self.size_bytes:,} bytes when it was opened, now "
+                        f"{found.st_size:,}, written at another time); put it back and start again"
+                    )
             file.seek(self.offset + first * dtype.itemsize)
             data = file.read(count * dtype.itemsize)
+            while len(data) < count * dtype.itemsize and (more := file.read(count * dtype.itemsize - len(data))):
+                data += more  # one read may bring less than was asked for
         if len(data) != count * dtype.itemsize:
             raise OSError(f"{self.path}: ends before token {first + count}; the data changed under the run")
         return np.frombuffer(data, dtype)
+
+
+def segment(path: Path, dtype: str, num_tokens: int, *, offset: int = 0, index: Index | None = None) -> Segment:
+    """A segment of a file as it is now."""
+    found = path.stat()
+    return Segment(str(path), dtype, offset, num_tokens, found.st_size, found.st_mtime_ns, index)
 
 
 @dataclass(frozen=True)
@@ -79,9 +133,36 @@ class TokenStream:
             yield number, inside, some
             position += some
 
+    def spans(self, start: int, count: int, files: tuple[str, ...]) -> list[Span]:
+        """What tokens are made of, in their order; `files` are those that the indexes number."""
+        found: list[Span] = []
+        for number, first, some in self.locate(start, count):
+            s = self.segments[number]
+            if s.index is None:
+                found.append(Span(None, s.path, first, first, some))
+            else:
+                found += s.index.spans(first, some, s.num_tokens, files)
+        return found
+
+    def begins(self, start: int, count: int) -> list[int]:
+        """Where documents begin among tokens start + 1 to start + count - 1, counted from `start`. A segment without an
+        index is taken for one document.
+        """
+        found: list[int] = []
+        for number, first, some in self.locate(start, count):
+            s, at = self.segments[number], self._starts[number] + first - self.first - start
+            inside = s.index.begins(first, some) if s.index is not None else [0] if first == 0 else []
+            found += [at + i for i in inside if at + i > 0]
+        return found
+
+    def positions(self) -> Iterator[tuple[Segment, int]]:
+        """Each segment, and where its first token would be in the stream."""
+        for s, position in zip(self.segments, self._starts, strict=True):
+            yield s, position - self.first
+
     @functools.cached_property
     def _starts(self) -> list[int]:
-        return list(accumulate((s.num_tokens for s in self.segments[:-1]), initial=0))
+        return list(accumulate((s.num_tokens for s in self.segments[:-1]), initial=0)) if self.segments else []
 
 
 def whole(segments: tuple[Segment, ...]) -> TokenStream:
@@ -108,6 +189,10 @@ def scan(segments: tuple[Segment, ...], vocab_size: int, scan_bytes: int = SCAN_
                 continue
             ids_N = segment.read(start, min(block, segment.num_tokens - start))
             hasher.update(ids_N.data)
+            if ids_N.dtype.kind == "i" and ids_N.min() < 0:
+                raise ConfigError(
+                    f"{segment.path}: token {start + int(ids_N.argmin())} is negative; it holds no token ids"
+                )
             if (top := int(ids_N.max())) > largest:
                 largest, where = top, f"{segment.path}: token {start + int(ids_N.argmax())}"
     if largest >= vocab_size:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrun.config import ModelConfig
-from jaxrun.models.attention import attention, rope
+from jaxrun.models.attention import attention, positions, rope
 from jaxrun.sharding import LogicalAxes, constrain
 
 Params = dict[str, Any]
@@ -62,6 +62,13 @@ class Norm(nnx.Module):
         return (y if self.bias is None else y + self.bias[...]).astype(x.dtype)
 
 
+class Packing(NamedTuple):
+    """Where the documents of packed rows lie: int32 [B, T] each, from `Batch.segments`."""
+
+    segments_BT: jax.Array
+    positions_BT: jax.Array
+
+
 class Attention(nnx.Module):
     """Causal grouped-query self-attention."""
 
@@ -77,14 +84,17 @@ class Attention(nnx.Module):
         self.query_norm = Norm(cfg, H, "rmsnorm") if cfg.qk_norm else None
         self.key_norm = Norm(cfg, H, "rmsnorm") if cfg.qk_norm else None
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, where: Packing | None) -> jax.Array:
         q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if self.cfg.positions == "rope":
-            q_BTNH, k_BTKH = rope(q_BTNH, self.cfg), rope(k_BTKH, self.cfg)
+            place_BT = None if where is None else where.positions_BT
+            q_BTNH, k_BTKH = rope(q_BTNH, self.cfg, place_BT), rope(k_BTKH, self.cfg, place_BT)
         q_BTNH = constrain(q_BTNH, "batch", None, "heads", None)
-        return self.out(attention(q_BTNH, k_BTKH, v_BTKH, self.cfg.attention))
+        return self.out(
+            attention(q_BTNH, k_BTKH, v_BTKH, self.cfg.attention, None if where is None else where.segments_BT)
+        )
 
 
 class FeedForward(nnx.Module):
@@ -114,9 +124,9 @@ class Block(nnx.Module):
         self.attention_norm, self.attention = Norm(cfg, cfg.d_model), Attention(cfg, rngs)
         self.feed_forward_norm, self.feed_forward = Norm(cfg, cfg.d_model), FeedForward(cfg, rngs)
 
-    def __call__(self, x_BTD: jax.Array, key: jax.Array | None) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, key: jax.Array | None, where: Packing | None) -> jax.Array:
         keys = (None, None) if key is None else jax.random.split(key)
-        x_BTD = x_BTD + dropout(self.attention(self.attention_norm(x_BTD)), self.dropout, keys[0])
+        x_BTD = x_BTD + dropout(self.attention(self.attention_norm(x_BTD), where), self.dropout, keys[0])
         x_BTD = x_BTD + dropout(self.feed_forward(self.feed_forward_norm(x_BTD)), self.dropout, keys[1])
         return constrain(x_BTD, "batch", None, None)
 
@@ -142,12 +152,13 @@ class Transformer(nnx.Module):
             None if cfg.tied_embedding else nnx.Param(_init(cfg, rngs.params(), (D, V)), axes=("embed", "vocab"))
         )
 
-    def __call__(self, tokens_BT: jax.Array, key: jax.Array | None = None, *, watch: bool = False) -> tuple[Any, ...]:
+    def __call__(self, tokens_BT: jax.Array, key: jax.Array | None = None, *, watch: bool = False, segments_BT: jax.Array | None = None) -> tuple[Any, ...]:  # fmt: skip
         """
         Args:
           tokens_BT: int32 ids below vocab_size.
           key: for dropout; None: no dropout.
           watch: also return what passes between the layers.
+          segments_BT: the documents of packed rows, which then do not see each other; None: rows are one text.
 
         Returns:
           h_BTD in the compute type, and the output projection [D, V] in float32; with `watch`, the root mean square
@@ -157,8 +168,10 @@ class Transformer(nnx.Module):
         # The table is gathered over fsdp before the look-up: XLA cannot split a gather along the gathered width.
         table_VD = constrain(self.embedding[...].astype(cfg.dtype), "vocab", None)
         x_BTD = table_VD[tokens_BT]
+        where = None if segments_BT is None else Packing(segments_BT, positions(segments_BT))
         if self.positions is not None:
-            x_BTD = x_BTD + self.positions[: tokens_BT.shape[1]].astype(cfg.dtype)
+            table_PD = self.positions[...].astype(cfg.dtype)
+            x_BTD = x_BTD + (table_PD[: tokens_BT.shape[1]] if where is None else table_PD[where.positions_BT])
         x_BTD = constrain(x_BTD, "batch", None, None)
         layer_keys = None
         if key is not None:
@@ -167,7 +180,7 @@ class Transformer(nnx.Module):
 
         def layer(x_BTD: jax.Array, xs: tuple[Block, jax.Array | None]) -> tuple[jax.Array, Any]:
             block, layer_key = xs
-            x_BTD = block(x_BTD, layer_key)
+            x_BTD = block(x_BTD, layer_key, where)
             return x_BTD, _size(x_BTD) if watch else None
 
         x_BTD, sizes = jax.lax.scan(
@@ -212,7 +225,7 @@ class Model(NamedTuple):
     """A transformer as pure functions of a dict of arrays.
 
     init(key) -> params: nested dict of float32 arrays.
-    apply(params, tokens_BT, key=None, watch=False) -> h_BTD, head_DV: see `Transformer.__call__`.
+    apply(params, tokens_BT, key=None, watch=False, segments_BT=None) -> h_BTD, head_DV: see `Transformer.__call__`.
     axes: for each parameter its logical axes, in a dict shaped like params.
     """
 
@@ -241,7 +254,7 @@ def build(cfg: ModelConfig, num_positions: int) -> Model:
     def init(key: jax.Array) -> Params:
         return nnx.to_pure_dict(nnx.state(make(key)))
 
-    def apply(params: Params, tokens_BT: jax.Array, key: jax.Array | None = None, *, watch: bool = False) -> Any:
-        return nnx.merge(graph, params)(tokens_BT, key, watch=watch)
+    def apply(params: Params, tokens_BT: jax.Array, key: jax.Array | None = None, *, watch: bool = False, segments_BT: jax.Array | None = None) -> Any:  # fmt: skip
+        return nnx.merge(graph, params)(tokens_BT, key, watch=watch, segments_BT=segments_BT)
 
     return Model(init, apply, nnx.to_pure_dict(axes))

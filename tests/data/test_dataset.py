@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxrun.config import ConfigError, DataConfig
 from jaxrun.data import ByteTokenizer, CharTokenizer, Dataset, Rows, open_dataset
-from jaxrun.data.prepare import goes_to_eval
+from jaxrun.data.token_cache import goes_to_eval
 from jaxrun.data.tokens import Segment, scan
 
 from .conftest import Opener
