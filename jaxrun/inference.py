@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,8 @@ from jaxrun import step as step_lib
 from jaxrun.checkpoint import Checkpointer
 from jaxrun.config import Config, ConfigError, MeshConfig
 from jaxrun.data.cache import cache_root
-from jaxrun.evaluate import held_out_loss
+from jaxrun.evaluate import Evaluation
+from jaxrun.evaluate import evaluate as evaluate_on
 
 
 def load(
@@ -40,27 +39,35 @@ def load(
 
 def evaluate(
     config: Config, workdir: Path, *, step: int | None = None, max_batches: int | None = None
-) -> dict[str, Any]:
-    """Loss in nats per token over every held-out token once, or over the first `max_batches` batches."""
+) -> tuple[int, dict[str | None, Evaluation]]:
+    """The step, and every set of held-out tokens (the default one under None): each token once, or those of the first
+    `max_batches` batches.
+    """
     step, params, fns, mesh = load(config, workdir, step)
-    t = config.train
-    dataset = data.open_dataset(config.data, seq_len=t.seq_len, vocab_size=config.model.vocab_size, seed=t.seed)
-    if dataset.eval_problem:
+    d, t, vocab_size = config.data, config.train, config.model.vocab_size
+    dataset = data.open_dataset(d, seq_len=t.seq_len, vocab_size=vocab_size, seed=t.seed)
+    named = data.open_eval_sets(d, dataset, seq_len=t.seq_len, vocab_size=vocab_size)
+    if dataset.eval_problem and not named:
         raise ConfigError(dataset.eval_problem)
+    sets: dict[str | None, data.TrainingData] = {} if dataset.eval_problem else {None: dataset}
     batch_size = len(jax.devices()) * max(1, t.batch_size // len(jax.devices()))
     with jax.set_mesh(mesh):
-        loss, tokens = held_out_loss(
-            jax.jit(fns.eval_step), params, dataset, batch_size=batch_size, mesh=mesh, max_batches=max_batches
-        )
-    return {"step": step, "eval_loss": loss, "tokens": tokens}
+        eval_step = jax.jit(fns.eval_step)
+        found: dict[str | None, Evaluation] = {
+            name: evaluate_on(eval_step, params, held_out, batch_size=batch_size, mesh=mesh, max_batches=max_batches)
+            for name, held_out in {**sets, **named}.items()
+        }
+    return step, found
 
 
 def print_evaluation(config: Config, workdir: Path, *, step: int | None, max_batches: int | None) -> None:
-    found = evaluate(config, workdir, step=step, max_batches=max_batches)
-    loss = found["eval_loss"]
-    print(
-        f"step {found['step']}: held-out loss {loss:.4f} nats/token (perplexity {math.exp(loss):.3f}) over {found['tokens']:,} tokens"
-    )
+    step, found = evaluate(config, workdir, step=step, max_batches=max_batches)
+    for name, e in found.items():
+        bits = "" if e.bits_per_byte is None else f", {e.bits_per_byte:.4f} bits/byte"
+        print(
+            f"step {step}: {'' if name is None else name + ': '}held-out loss {e.loss:.4f} nats/token "
+            f"(perplexity {e.perplexity:.3f}{bits}) over {e.tokens:,} tokens"
+        )
 
 
 def sample(

@@ -48,6 +48,9 @@ class Ledger:
         yield f"  discarded   {discarded:,} batches in {len(windows)} windows" + (
             ": " + ", ".join(f"{a:,} to {b - 1:,}" for a, b in windows) if windows else ""
         )
+        if self.config.data.mixture and trained:
+            for source, epochs in self.dataset.epochs(trained[-1] + 1, self.config.train.batch_size).items():
+                yield f"  {source:<11} {epochs:.4g} epochs"
         replayed = len(self.steps) - len(self.clean)
         yield f"  run again   {replayed:,} steps, in {1 + max((e['attempt'] for e in self.events), default=0)} attempts"
 
@@ -83,7 +86,8 @@ class Ledger:
         index, size = int(r["batch_index"]), self.config.train.batch_size
         yield f"step {step}: batch {index}, loss {r['loss']:.6g}, gradient norm {r['grad_norm']:.6g}, attempt {r['attempt']}"
         for row in range(size):
-            yield f"  row {row}: " + "; ".join(map(where, dataset.provenance(index, row, size)))
+            source = f"{dataset.source_of(index, row, size)}: " if isinstance(dataset, data.Mixture) else ""
+            yield f"  row {row}: {source}" + "; ".join(map(where, dataset.provenance(index, row, size)))
 
     def document(self, name: str) -> Iterator[str]:
         """The steps whose batch held some of a document: FILE, or FILE@OFFSET."""

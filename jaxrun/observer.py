@@ -9,7 +9,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -152,9 +152,9 @@ class Observer:
         t, every = self._config.train, self._config.telemetry.norms_every
         return step in (1, t.num_steps) or step % t.log_every == 0 or (every > 0 and step % every == 0)
 
-    def evaluated(self, step: int, attempt: int, loss: float) -> None:
+    def evaluated(self, step: int, attempt: int, metrics: Mapping[str, float]) -> None:
         if self._metrics and self._progress:
-            line = {"step": step, "attempt": attempt, "time": time.time(), "eval_loss": loss}
+            line = {"step": step, "attempt": attempt, "time": time.time(), **metrics}
             self._metrics.write(line)
             self._progress.show(line)
 

@@ -25,7 +25,7 @@ from jaxrun import checkpoint, data, faults, launch, replicas, rundir, sharding
 from jaxrun import step as step_lib
 from jaxrun.config import Config, ConfigError
 from jaxrun.data.cache import cache_root
-from jaxrun.evaluate import held_out_loss, to_devices
+from jaxrun.evaluate import evaluate, metrics, to_devices
 from jaxrun.guard import GiveUp, Question, Rebaseline, Record, Rewind, SpikeOver, SpikeSeen
 from jaxrun.history import History
 from jaxrun.journal import StepRecords, is_skipped
@@ -63,7 +63,7 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
     launch.cache_compilations(cache_root(config.data.cache_dir) / "xla")
     sizes = sharding.resolve(config.mesh, jax.device_count())
     sharding.check(config, sizes)
-    dataset = _open_data(config)
+    dataset, eval_sets = _open_data(config)
     if config.train.eval_every and dataset.eval_problem:
         raise ConfigError(dataset.eval_problem)
     if command := config.guard.alert:
@@ -72,7 +72,9 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
     device_peak = peak(jax.local_devices()[0], config.model.dtype, config.telemetry.peak_flops)
     mesh = sharding.make_mesh(sizes)
     with jax.set_mesh(mesh):
-        run = Run(config, workdir, dataset, mesh, device_peak=device_peak, accept_config_change=accept_config_change)
+        run = Run(
+            config, workdir, dataset, eval_sets, mesh, device_peak=device_peak, accept_config_change=accept_config_change
+        )  # fmt: skip
         try:
             return run.train()
         except Exception as error:
@@ -83,12 +85,18 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
             run.close()
 
 
-def _open_data(config: Config) -> data.TrainingData:
-    def open_dataset() -> data.TrainingData:
-        t = config.train
-        return data.open_dataset(config.data, seq_len=t.seq_len, vocab_size=config.model.vocab_size, seed=t.seed)
+EvalSets = dict[str | None, data.TrainingData]
 
-    opened: list[data.TrainingData] = []
+
+def _open_data(config: Config) -> tuple[data.TrainingData, EvalSets]:
+    """What is trained on; and what is evaluated on, by name, the held-out part of the former under None."""
+
+    def open_dataset() -> tuple[data.TrainingData, EvalSets]:
+        d, t, vocab_size = config.data, config.train, config.model.vocab_size
+        dataset = data.open_dataset(d, seq_len=t.seq_len, vocab_size=vocab_size, seed=t.seed)
+        return dataset, {None: dataset, **data.open_eval_sets(d, dataset, seq_len=t.seq_len, vocab_size=vocab_size)}
+
+    opened: list[tuple[data.TrainingData, EvalSets]] = []
     # Process 0 first: it fills the token cache that the others then find.
     launch.agree(lambda: opened.append(open_dataset()))
     return opened[0] if opened else open_dataset()
@@ -113,9 +121,10 @@ class InFlight:
 class Run:
     """One start of a run: the edges where its state lives, and the loop over them."""
 
-    def __init__(self, config: Config, workdir: Path, dataset: data.TrainingData, mesh: jax.sharding.Mesh, *, device_peak: Peak | None, accept_config_change: bool):  # fmt: skip
+    def __init__(self, config: Config, workdir: Path, dataset: data.TrainingData, eval_sets: EvalSets, mesh: jax.sharding.Mesh, *, device_peak: Peak | None, accept_config_change: bool):  # fmt: skip
         self.peak = device_peak
         self.config, self.workdir, self.dataset, self.mesh = config, workdir, dataset, mesh
+        self.eval_sets = eval_sets
         self.fns = step_lib.build(config)
         self.eval_step = jax.jit(self.fns.eval_step)
         self.replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -401,20 +410,16 @@ class Run:
         self.observer.hear(up_to=up_to)
 
     def _evaluate(self, state: step_lib.TrainState) -> None:
-        """Held-out loss in nats per token, over the same tokens every time."""
-        self.heartbeat.beat(self.position.step, "evaluation")
-        t = self.config.train
+        """The default set and those by name, each over the same tokens every time."""
+        t, found = self.config.train, {}
         self._fetch(up_to=self.position.step)
         with self.spent.on("evaluation"):
-            loss, _ = held_out_loss(
-                self.eval_step,
-                state.params,
-                self.dataset,
-                batch_size=t.batch_size,
-                mesh=self.mesh,
-                max_batches=t.eval_batches,
-            )
-        self.observer.evaluated(self.position.step, self.history.attempt, loss)
+            for name, held_out in self.eval_sets.items():
+                self.heartbeat.beat(self.position.step, "evaluation")
+                found[name] = evaluate(
+                    self.eval_step, state.params, held_out, batch_size=t.batch_size, mesh=self.mesh, max_batches=t.eval_batches
+                )  # fmt: skip
+        self.observer.evaluated(self.position.step, self.history.attempt, metrics(found))
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ def open_dataset(cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: int) -
 
 def open_eval_sets(
     cfg: DataConfig, training: Dataset | Mixture, *, seq_len: int, vocab_size: int
-) -> dict[str, Dataset]:
+) -> dict[str | None, Dataset | Mixture]:
     """Name -> what `data.eval_sets` asks for, in its held-out part.
 
     Raises:
@@ -74,7 +74,7 @@ def open_eval_sets(
     members: Mapping[str, Dataset] = {}
     if isinstance(training, Mixture):
         members = dict(zip(training.names, training.members, strict=True))
-    opened = {}
+    opened: dict[str | None, Dataset | Mixture] = {}
     for wanted in cfg.eval_sets or ():
         where = f"config.data.eval_sets: {wanted.name}"
         if wanted.source in members:
@@ -295,5 +295,5 @@ def _problems(d: DataConfig) -> Iterator[str]:
         if any(not math.isfinite(w) or w < 0 for w in (s.weight, *(w for _, w in s.schedule))):
             yield f"config.data.mixture: {s.name}: a weight is negative or not finite; use 0 for none"
     for start in sorted(changes_at) if d.mixture else ():
-        if not any(([w for batch, w in s.schedule if batch <= start] or [s.weight])[-1] > 0 for s in d.mixture):
+        if not any(([w for batch, w in s.schedule if batch <= start] or [s.weight])[-1] > 0 for s in d.mixture or ()):
             yield f"config.data.mixture: no source has a weight above 0 from batch {start} on; give one to some"

@@ -25,6 +25,7 @@ class _Batch(NamedTuple):
     inputs: jax.ShapeDtypeStruct
     targets: jax.ShapeDtypeStruct
     weights: jax.ShapeDtypeStruct
+    segments: Any = None
 
 
 def reference_flops(build: Callable[[Config], Any], config: Config) -> float:
