@@ -149,15 +149,19 @@ def _packed(number: int, path: Path, kind: Kind, start: int, max_document_bytes:
             yield piece(dropped, b"")
             dropped, chunk = 0, chunk[newline + 1 :]
         buffer += chunk
-        while (end := _cut_buffer(buffer, kind, limit)) is not None:
-            yield piece(end, bytes(buffer[:end]))
+        while True:
+            if (end := _cut_buffer(buffer, kind, limit)) is not None:
+                yield piece(end, bytes(buffer[:end]))
+            elif kind == "jsonl" and len(buffer) >= limit:
+                if end := buffer.rfind(b"\n", 0, PIECE_BYTES) + 1:
+                    yield piece(end, bytes(buffer[:end]))
+                elif end := buffer.find(b"\n", limit) + 1:
+                    yield piece(end, b"")
+                else:
+                    dropped, end = len(buffer), len(buffer)
+            else:
+                break
             del buffer[:end]
-        if kind == "jsonl" and len(buffer) >= limit:
-            whole_lines = buffer.rfind(b"\n", 0, PIECE_BYTES) + 1
-            if whole_lines:
-                yield piece(whole_lines, bytes(buffer[:whole_lines]))
-            dropped = len(buffer) - whole_lines
-            buffer.clear()
     yield piece(dropped or len(buffer), bytes(buffer), is_last=True)
 
 
