@@ -150,9 +150,7 @@ class Dataset:
           ConfigError: the paths of several files end so.
         """
         file, offset = deny.parse(name)
-        indexed = any(s.index is not None and s.index.layout == "records" for s in self.train.segments)
-        names = [*(self.files if indexed else ()), *dict.fromkeys(s.path for s in self.train.segments)]
-        called = _called(file, names)
+        called = _called(file, self.files or [s.path for s in self.train.segments])
         if len(called) > 1:
             raise ConfigError(
                 f"{self.source}: {file} is the end of {len(called)} paths, {called[0]} and {called[1]} among them; "

@@ -349,7 +349,9 @@ def prepared(tmp_path: Path, bpe: Path) -> Callable[..., Path]:
     return make
 
 
-def test_it_is_a_source_and_knows_its_documents(open_data: Opener, tmp_path: Path, prepared: Callable[..., Path]) -> None:
+def test_it_is_a_source_and_knows_its_documents(
+    open_data: Opener, tmp_path: Path, prepared: Callable[..., Path]
+) -> None:
     folder = prepared(val_fraction=0.2)
     dataset = open_data(folder, seq_len=50, vocab_size=400)
     assert "validation shards held out" in dataset.describe()

@@ -1,0 +1,76 @@
+"""A document in a packed row is computed as if it were alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from jaxrun import models
+from jaxrun.config import Config, ModelConfig, TrainConfig, validate
+from jaxrun.models.attention import attention, positions
+
+SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4, "num_kv_heads": 2, "d_ff": 48, "vocab_size": 64}
+
+
+def logits(cfg: ModelConfig, tokens_BT: Array, segments_BT: Array | None) -> np.ndarray:
+    model = models.build(cfg, 40)
+    h_BTD, head_DV = model.apply(model.init(jax.random.key(1)), tokens_BT, segments_BT=segments_BT)
+    return np.asarray(h_BTD @ head_DV)
+
+
+@pytest.mark.parametrize("options", [{}, {"positions": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True}])
+def test_a_packed_document_s_logits_are_those_of_the_document_alone(options: dict[str, object]) -> None:
+    cfg = ModelConfig(**SMALL, **options)  # type: ignore[arg-type]
+    lengths = [[7, 1, 20, 12], [40], [15, 25]]
+    tokens_BT = jax.random.randint(jax.random.key(0), (3, 40), 0, 64)
+    segments_BT = jnp.array([np.repeat(np.arange(1, 1 + len(row)), row) for row in lengths], jnp.int32)
+    packed = logits(cfg, tokens_BT, segments_BT)
+    for r, row in enumerate(lengths):
+        start = 0
+        for length in row:
+            alone = logits(cfg, tokens_BT[r : r + 1, start : start + length], None)
+            np.testing.assert_allclose(packed[r, start : start + length], alone[0], atol=1e-5, rtol=1e-5)
+            start += length
+    assert np.abs(packed - logits(cfg, tokens_BT, None)).max() > 1e-2
+
+
+def test_a_row_of_one_document_is_a_row_without_segments() -> None:
+    cfg = ModelConfig(**SMALL)  # type: ignore[arg-type]
+    tokens_BT = jax.random.randint(jax.random.key(0), (2, 40), 0, 64)
+    np.testing.assert_allclose(
+        logits(cfg, tokens_BT, jnp.ones((2, 40), jnp.int32)), logits(cfg, tokens_BT, None), atol=1e-6
+    )
+
+
+def test_positions_start_anew_with_every_segment() -> None:
+    segments_BT = jnp.array([[1, 1, 2, 2, 2, 3], [0, 0, 0, 0, 0, 0]], jnp.int32)
+    assert positions(segments_BT).tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
+
+
+def test_an_attention_that_would_leave_segments_out_refuses_them() -> None:
+    x_BTNH = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="cudnn"):
+        attention(x_BTNH, x_BTNH, x_BTNH, "cudnn", jnp.ones((1, 4), jnp.int32))
+    tree = {"model": {"attention": "cudnn", "dtype": "bfloat16"}, "data": {"document_mask": True}}
+    with pytest.raises(ValueError, match=r"config.model.attention: cudnn does not keep documents apart"):
+        validate(tree)
+
+
+def test_gradients_stay_within_the_document() -> None:
+    cfg = ModelConfig(**SMALL)  # type: ignore[arg-type]
+    from jaxrun import step
+
+    fns = step.build(Config(train=TrainConfig(seq_len=12, batch_size=1), model=cfg))
+    params = fns.model.init(jax.random.key(0))
+    segments = jnp.array([[1] * 5 + [2] * 7], jnp.int32)
+    weights = (segments == 2).astype(jnp.float32)
+
+    def loss(tokens_BT: Array) -> Array:
+        return fns.eval_step(params, step.Batch(tokens_BT, tokens_BT, weights, segments)).nll
+
+    tokens_BT = jax.random.randint(jax.random.key(2), (1, 12), 0, 64)
+    assert loss(tokens_BT) == loss(tokens_BT.at[0, :5].set(7))
+    assert loss(tokens_BT) != loss(tokens_BT.at[0, 6].add(1))
