@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrun import data, models, sharding
-from jaxrun.step import Batch
+from jaxrun.step import AnyBatch, Batch, PackedBatch
 
 
 class Evaluation(NamedTuple):
@@ -36,13 +36,14 @@ class Evaluation(NamedTuple):
 
 def to_devices(
     rows: data.Rows | data.PackedRows, numbers: Sequence[int], batch_size: int, mesh: jax.sharding.Mesh
-) -> Batch:
+) -> AnyBatch:
     """The global batch of which this process has read the rows `numbers`."""
-    return Batch(*(sharding.from_local_rows(x, numbers, batch_size, mesh) for x in rows))
+    arrays = (sharding.from_local_rows(x, numbers, batch_size, mesh) for x in rows)
+    return PackedBatch(*arrays) if isinstance(rows, data.PackedRows) else Batch(*arrays)
 
 
 def evaluate(
-    eval_step: Callable[[models.Params, Batch], models.LossSums], params: models.Params, dataset: data.TrainingData,
+    eval_step: Callable[[models.Params, AnyBatch], models.LossSums], params: models.Params, dataset: data.TrainingData,
     *, batch_size: int, mesh: jax.sharding.Mesh, max_batches: int | None = None,
 ) -> Evaluation:  # fmt: skip
     """Over the first `max_batches` held-out batches (all, if None)."""

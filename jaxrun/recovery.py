@@ -70,7 +70,7 @@ class Recovery:
 
     def __init__(
         self, config: Config, workdir: Path, *, dataset: data.TrainingData, mesh: jax.sharding.Mesh, fns: step_lib.Functions,
-        history: History, checkpoints: checkpoint.Checkpointer, batch_at: Callable[[int], step_lib.Batch],
+        history: History, checkpoints: checkpoint.Checkpointer, batch_at: Callable[[int], step_lib.AnyBatch],
         soundness: Soundness,
     ):  # fmt: skip
         self.config, self.workdir, self.dataset, self.mesh, self.fns = config, workdir, dataset, mesh, fns

@@ -144,7 +144,7 @@ def replay(config: Config, workdir: Path, step: int, attempt: int | None = None)
         )
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
-        def batch_at(index: int) -> step_lib.Batch:
+        def batch_at(index: int) -> step_lib.AnyBatch:
             read = dataset.rows(index, rows, t.batch_size)
             faulty = rehearsed.rows(index, rows, *read[:3], config.model.vocab_size)
             return to_devices(type(read)(*faulty, *read[3:]), rows, t.batch_size, mesh)

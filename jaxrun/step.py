@@ -31,14 +31,30 @@ class TrainState:
 
 
 class Batch(NamedTuple):
-    """inputs, targets: int32 [B, T]. weights: float32 [B, T], what each target counts in the loss. segments: int32
-    [B, T], the document of each input, for attention that stays within it; None: rows are one text.
+    """inputs, targets: int32 [B, T]. weights: float32 [B, T], what each target counts in the loss."""
+
+    inputs: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+
+    @property
+    def segments(self) -> None:
+        """Rows are one text."""
+        return None
+
+
+class PackedBatch(NamedTuple):
+    """A batch whose rows are several documents. segments: int32 [B, T], which of them an input belongs to; attention
+    stays within it.
     """
 
     inputs: jax.Array
     targets: jax.Array
     weights: jax.Array
-    segments: jax.Array | None = None
+    segments: jax.Array
+
+
+AnyBatch = Batch | PackedBatch
 
 
 class Controls(NamedTuple):
@@ -82,10 +98,10 @@ class Functions(NamedTuple):
     """
 
     init: Callable[[jax.Array], TrainState]
-    train_step: Callable[[TrainState, Batch, Controls], tuple[TrainState, Metrics]]
-    eval_step: Callable[[models.Params, Batch], models.LossSums]
-    sequence_losses: Callable[[models.Params, Batch], models.LossSums]
-    inspect: Callable[[TrainState, Batch], tuple[models.Params, tuple[jax.Array, jax.Array]]]
+    train_step: Callable[[TrainState, AnyBatch, Controls], tuple[TrainState, Metrics]]
+    eval_step: Callable[[models.Params, AnyBatch], models.LossSums]
+    sequence_losses: Callable[[models.Params, AnyBatch], models.LossSums]
+    inspect: Callable[[TrainState, AnyBatch], tuple[models.Params, tuple[jax.Array, jax.Array]]]
     model: models.Model
 
 
@@ -100,21 +116,21 @@ def build(config: Config) -> Functions:
         return TrainState(step=jnp.int32(0), params=params, opt_state=optimizer.init(params))
 
     def loss_fn(
-        params: models.Params, batch: Batch, key: jax.Array | None, tokens: jax.Array
+        params: models.Params, batch: AnyBatch, key: jax.Array | None, tokens: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """This (micro)batch's share of the mean over `tokens` of the whole batch: to minimise, and to report."""
         h_BTD, head_DV = model.apply(params, batch.inputs, key, segments_BT=batch.segments)
         sums = models.cross_entropy(h_BTD, head_DV, batch.targets, batch.weights, cfg.logit_soft_cap)
         return (sums.nll + cfg.z_loss * sums.z) / tokens, sums.nll / tokens
 
-    def gradients(params: models.Params, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, models.Params]:
+    def gradients(params: models.Params, batch: AnyBatch, key: jax.Array | None) -> tuple[jax.Array, models.Params]:
         tokens = jnp.maximum(batch.weights.sum(), 1.0)
         grad_fn = jax.grad(loss_fn, has_aux=True)
         if accum_steps == 1:
             grads, loss = grad_fn(params, batch, key, tokens)
             return loss, grads
 
-        def microbatch(carry: Any, xs: tuple[Batch, jax.Array | None]) -> tuple[Any, None]:
+        def microbatch(carry: Any, xs: tuple[AnyBatch, jax.Array | None]) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, carry, grad_fn(params, *xs, tokens)), None
 
         keys = None if key is None else jax.random.split(key, accum_steps)
@@ -125,7 +141,7 @@ def build(config: Config) -> Functions:
     def dropout_key(step: jax.Array) -> jax.Array | None:
         return jax.random.fold_in(jax.random.key(config.train.seed), step) if cfg.dropout else None
 
-    def train_step(state: TrainState, batch: Batch, controls: Controls) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: AnyBatch, controls: Controls) -> tuple[TrainState, Metrics]:
         step = state.step + 1
         loss, grads = gradients(state.params, batch, dropout_key(step))
         if controls.grad_fault is not None and fault_layer is not None:
@@ -162,16 +178,16 @@ def build(config: Config) -> Functions:
         )
         return TrainState(step=step, params=params, opt_state=opt_state), metrics
 
-    def eval_step(params: models.Params, batch: Batch, *, per_sequence: bool = False) -> models.LossSums:
+    def eval_step(params: models.Params, batch: AnyBatch, *, per_sequence: bool = False) -> models.LossSums:
         h_BTD, head_DV = model.apply(params, batch.inputs, segments_BT=batch.segments)
         return models.cross_entropy(
             h_BTD, head_DV, batch.targets, batch.weights, cfg.logit_soft_cap, per_sequence=per_sequence
         )
 
-    def sequence_losses(params: models.Params, batch: Batch) -> models.LossSums:
+    def sequence_losses(params: models.Params, batch: AnyBatch) -> models.LossSums:
         return eval_step(params, batch, per_sequence=True)
 
-    def inspect(state: TrainState, batch: Batch) -> tuple[models.Params, tuple[jax.Array, jax.Array]]:
+    def inspect(state: TrainState, batch: AnyBatch) -> tuple[models.Params, tuple[jax.Array, jax.Array]]:
         key = dropout_key(state.step + 1)
         *_, sizes = model.apply(state.params, batch.inputs, key, watch=True, segments_BT=batch.segments)
         return gradients(state.params, batch, key)[1], sizes
@@ -203,7 +219,7 @@ def _finite(params: models.Params) -> Any:
     return jax.tree.map(lambda x: jnp.isfinite(x).all(), params)
 
 
-def _microbatches(batch: Batch, accum_steps: int) -> Batch:
+def _microbatches(batch: AnyBatch, accum_steps: int) -> Any:
     """[B, …] -> [accum_steps, B / accum_steps, …], each device's rows staying on it: row r goes to microbatch r mod A."""
 
     def split(x: jax.Array) -> jax.Array:
@@ -254,16 +270,17 @@ def compile_train_step(
 
     Args:
       with_fault: whether `Controls.grad_fault` will be an array.
-      with_segments: whether `Batch.segments` will be one.
+      with_segments: whether its batches will be `PackedBatch`es.
     """
     shape = (train.batch_size, train.seq_len)
     by_rows = sharding.batch_sharding(shape, mesh)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=by_rows)
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+    rows = (ids, ids, jax.ShapeDtypeStruct(shape, jnp.float32, sharding=by_rows))
     arguments: Any = (
         abstract_state(fns, mesh),
-        Batch(ids, ids, jax.ShapeDtypeStruct(shape, jnp.float32, sharding=by_rows), ids if with_segments else None),  # type: ignore[arg-type]
+        PackedBatch(*rows, ids) if with_segments else Batch(*rows),  # type: ignore[arg-type]
         Controls(scalar, scalar, scalar if with_fault else None),  # type: ignore[arg-type]
     )
     step = jax.jit(fns.train_step, donate_argnums=0, out_shardings=(state_shardings(fns, mesh), whole))

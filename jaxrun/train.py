@@ -220,7 +220,7 @@ class Run:
         return FINISHED
 
     def _dispatch(
-        self, train_step: Any, state: step_lib.TrainState, batches: Iterator[tuple[int, step_lib.Batch]]
+        self, train_step: Any, state: step_lib.TrainState, batches: Iterator[tuple[int, step_lib.AnyBatch]]
     ) -> step_lib.TrainState:
         """Sends the next step to the devices, and with it what is to be checked; its numbers are fetched later."""
         at = self.position
@@ -276,8 +276,8 @@ class Run:
         return compiled, time.perf_counter() - started
 
     def _self_test(
-        self, train_step: Any, state: step_lib.TrainState, batches: Iterator[tuple[int, step_lib.Batch]]
-    ) -> tuple[step_lib.TrainState, Iterator[tuple[int, step_lib.Batch]]]:
+        self, train_step: Any, state: step_lib.TrainState, batches: Iterator[tuple[int, step_lib.AnyBatch]]
+    ) -> tuple[step_lib.TrainState, Iterator[tuple[int, step_lib.AnyBatch]]]:
         """Whether a step repeats bit for bit here: only then do a second run's numbers say anything about the machine."""
         at = self.position
         if self.soundness.wants_self_test and at.step < self.config.train.num_steps:
@@ -296,7 +296,7 @@ class Run:
 
     # -- before a step ------------------------------------------------------------------------------------------------
 
-    def _batches(self) -> Iterator[tuple[int, step_lib.Batch]]:
+    def _batches(self) -> Iterator[tuple[int, step_lib.AnyBatch]]:
         """The batches from `batch_index` on, less the discarded ones, as sharded arrays."""
         d, windows = self.config.data, self.history.windows()
         if self.loader is not None:
@@ -307,11 +307,11 @@ class Run:
         )  # fmt: skip
         return ((index, self._put_rows(index, rows)) for index, rows in self.loader if not is_skipped(index, windows))
 
-    def _batch_at(self, batch_index: int) -> step_lib.Batch:
+    def _batch_at(self, batch_index: int) -> step_lib.AnyBatch:
         rows = self.dataset.rows(batch_index, self.rows, self.config.train.batch_size)
         return self._put_rows(batch_index, rows)
 
-    def _put_rows(self, batch_index: int, rows: data.Rows | data.PackedRows) -> step_lib.Batch:
+    def _put_rows(self, batch_index: int, rows: data.Rows | data.PackedRows) -> step_lib.AnyBatch:
         if self.faults:
             faulty = self.faults.rows(batch_index, self.rows, *rows[:3], self.config.model.vocab_size)
             rows = type(rows)(*faulty, *rows[3:])
@@ -342,7 +342,7 @@ class Run:
         return step_lib.Controls(*put)  # type: ignore[arg-type]
 
     def _without_update(
-        self, train_step: Any, state: step_lib.TrainState, batch: step_lib.Batch, flown: InFlight
+        self, train_step: Any, state: step_lib.TrainState, batch: step_lib.AnyBatch, flown: InFlight
     ) -> tuple[step_lib.TrainState, Any]:
         """The step's numbers, and the state as it was: an update over the limit is not applied."""
         before = flown.step - 1
@@ -439,7 +439,7 @@ class Run:
 
     def _went_back(
         self, state: step_lib.TrainState, position: Position
-    ) -> tuple[step_lib.TrainState, Iterator[tuple[int, step_lib.Batch]]]:
+    ) -> tuple[step_lib.TrainState, Iterator[tuple[int, step_lib.AnyBatch]]]:
         """Goes on from where a recovery has left the run."""
         self.position, self.soundness.sound_step = position, position.step
         self.in_flight.clear()

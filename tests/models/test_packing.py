@@ -69,7 +69,7 @@ def test_gradients_stay_within_the_document() -> None:
     weights = (segments == 2).astype(jnp.float32)
 
     def loss(tokens_BT: Array) -> Array:
-        return fns.eval_step(params, step.Batch(tokens_BT, tokens_BT, weights, segments)).nll
+        return fns.eval_step(params, step.PackedBatch(tokens_BT, tokens_BT, weights, segments)).nll
 
     tokens_BT = jax.random.randint(jax.random.key(2), (1, 12), 0, 64)
     assert loss(tokens_BT) == loss(tokens_BT.at[0, :5].set(7))
