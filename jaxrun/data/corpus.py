@@ -17,7 +17,7 @@ from jaxrun.config import ConfigError
 from jaxrun.data import sources
 
 # A piece is as long as this, and then up to the next end of a line, document or row group.
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 18
 # A text file is cut behind a line break, before a letter or digit: no tokenizer of the GPT-2 and Llama 3 kind makes one
 # token of what is on both sides.
