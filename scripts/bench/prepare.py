@@ -53,21 +53,18 @@ def main() -> None:
         seconds: dict[str, list[float]] = {"jaxrun": [], "datasets": [], "megatron": []}
         tokens: dict[str, int] = {}
         for _ in range(args.rounds):
-            for name in seconds:
+            for name, taken in seconds.items():
                 out = folder / "out"
                 command = _command(name, args.peer_python, text, out, tokenizer, args.workers)
                 _, took_s = _measure.start(command, folder / "log")
-                seconds[name].append(took_s)
+                taken.append(took_s)
                 tokens[name] = _count(name, out, folder / "log")
                 shutil.rmtree(out)
-        rows = [
-            (
-                name,
-                f"{tokens[name]:,}",
-                *(f"{f(tokens[name] / s for s in taken):,.0f}" for f in (statistics.median, min, max)),
-            )  # fmt: skip
-            for name, taken in seconds.items()
-        ]
+        rows = []
+        for name, taken in seconds.items():
+            speeds = [tokens[name] / took_s for took_s in taken]
+            shown = (f"{speed:,.0f}" for speed in (statistics.median(speeds), min(speeds), max(speeds)))
+            rows.append((name, f"{tokens[name]:,}", *shown))
         print(
             f"{text.stat().st_size / 1e6:,.0f} MB of JSONL, {args.workers} processes, {args.rounds} rounds in turns\n"
         )
