@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +30,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from jaxrun import __version__
 from jaxrun.config import ConfigError
@@ -43,6 +46,7 @@ log = logging.getLogger("jaxrun")
 
 _PROGRESS = "progress.json"
 _COMMIT_S = 5.0
+_LOG_S = 30.0
 # Small files go to a worker together, up to so many.
 _ITEM_FILES = 2000
 # A document as a worker returns it; `hash`: XXH3-64 of its bytes, or of those of its first piece.
@@ -222,9 +226,6 @@ class _Work:
             log.info("%s: goes on after %s documents", draft, f"{self._documents:,}")
 
     def run(self, workers: int, progress: bool) -> str:
-        from tqdm import tqdm
-
-        total = sum(path.stat().st_size for path in self._files)
         encoder = Encoder(
             self._tokenizer, self._separator, self._dtype.str, self._options.field, self._options.max_document_bytes
         )
@@ -233,15 +234,13 @@ class _Work:
         committed = time.monotonic()
         shards = self._num_shards()
         try:
-            with tqdm(total=total, initial=self._disk_bytes, unit="B", unit_scale=True, disable=None if progress else True, desc="prepare") as bar:  # fmt: skip
+            with _Bar(sum(path.stat().st_size for path in self._files), self._disk_bytes, progress) as bar:
                 for item, encoded in in_order(encoder, items(pieces), workers):
                     self._take(item, encoded)
-                    moved = sum(piece.disk_bytes for piece in item)
-                    self._disk_bytes += moved
-                    bar.update(moved)
+                    self._disk_bytes += sum(piece.disk_bytes for piece in item)
+                    bar.show(self._disk_bytes, self._documents)
                     if time.monotonic() - committed > _COMMIT_S or self._num_shards() != shards:
                         self._commit()
-                        bar.set_postfix_str(f"{self._documents:,} documents")
                         committed, shards = time.monotonic(), self._num_shards()
             return self._finish()
         finally:
@@ -355,6 +354,30 @@ class _Work:
         _write(self._draft / MANIFEST, json.dumps(manifest, indent=1) + "\n")
         left_out = f", {bad:,} left out ({told}; {SKIPPED} names them)" if bad else ""
         return f"{tokens:,} tokens of {self._documents:,} documents in {self._num_shards()} shards{left_out}"
+
+
+class _Bar:
+    """How far the work is: a bar on a terminal, else a line in the log every half minute."""
+
+    def __init__(self, total_bytes: int, done_bytes: int, wanted: bool):
+        self._total_bytes, self._told = total_bytes, time.monotonic()
+        columns = (TextColumn("prepare"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))  # fmt: skip
+        self._bar = Progress(*columns, console=Console(stderr=True), disable=not (wanted and sys.stderr.isatty()))
+        self._task = self._bar.add_task("", total=total_bytes, completed=done_bytes)
+
+    def __enter__(self) -> _Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, done_bytes: int, documents: int) -> None:
+        if not self._bar.disable:
+            self._bar.update(self._task, completed=done_bytes, description=f"{documents:,} documents")
+        elif time.monotonic() - self._told > _LOG_S:
+            self._told = time.monotonic()
+            log.info("prepared %.0f %%, %s documents", 100 * done_bytes / max(1, self._total_bytes), f"{documents:,}")
 
 
 # -- the pipeline -----------------------------------------------------------------------------------------------------

@@ -268,7 +268,7 @@ _PEAK = """
 import resource, sys
 from pathlib import Path
 from jaxrun.data import prepare
-import pyarrow, tqdm
+import pyarrow
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before = peak()
 prepare.prepare(sys.argv[2:], Path(sys.argv[1]), prepare.Options(shard_tokens=30_000_000), workers=1)
@@ -425,6 +425,13 @@ def test_bytes_are_the_text_with_a_separator(tmp_path: Path) -> None:
     ids = np.fromfile(tmp_path / "out/train-00000.bin", np.uint8)
     assert ids.tobytes() == b"".join(d.encode() + b"\0" for d in DOCUMENTS)
     assert isinstance(shards.open_prepared(tmp_path / "out", read_all_up_to=0).tokenizer, ByteTokenizer)
+
+
+def test_without_pyarrow_parquet_is_refused_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = parquet(tmp_path / "a.parquet", ["text"])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"reading Parquet needs pyarrow; install jaxrun\[parquet\]"):
+        run([path], tmp_path / "out")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
