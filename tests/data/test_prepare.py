@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -442,3 +444,33 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["prepare", str(tmp_path / "b.txt"), "--output", str(tmp_path / "o2")]) == cli.BAD_CONFIG
     assert "prepare: " in capsys.readouterr().err
     assert os.listdir(tmp_path / "out")
+
+
+_TWO_WORKERS = """
+import multiprocessing, sys
+from pathlib import Path
+from jaxrun.data import prepare
+take = prepare._Work._take
+def told(self, item, encoded):
+    print(*(p.pid for p in multiprocessing.active_children()), flush=True)
+    input()
+prepare._Work._take = told
+if __name__ == "__main__":
+    prepare.prepare([sys.argv[1]], Path(sys.argv[2]), prepare.Options(), workers=2)
+"""
+
+
+def test_workers_end_with_a_main_process_that_is_killed(tmp_path: Path) -> None:
+    script = write(tmp_path / "program.py", _TWO_WORKERS)
+    source = write(tmp_path / "a.jsonl", jsonl([POEM * 40] * 400))
+    command = [sys.executable, str(script), str(source), str(tmp_path / "out")]
+    run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    workers = list(map(int, run.stdout.readline().split()))
+    run.kill()
+    run.communicate(timeout=60)
+    assert len(workers) == 2
+    deadline = time.monotonic() + 20
+    while any(psutil.pid_exists(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(psutil.pid_exists(pid) for pid in workers)

@@ -74,3 +74,31 @@ def test_gradients_stay_within_the_document() -> None:
     tokens_BT = jax.random.randint(jax.random.key(2), (1, 12), 0, 64)
     assert loss(tokens_BT) == loss(tokens_BT.at[0, :5].set(7))
     assert loss(tokens_BT) != loss(tokens_BT.at[0, 6].add(1))
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_a_sharded_step_on_packed_rows_is_the_unsharded_one(accum_steps: int) -> None:
+    from jaxrun import sharding, step
+    from jaxrun.config import MeshConfig
+
+    train = TrainConfig(seq_len=12, batch_size=8, accum_steps=accum_steps)
+    fns = step.build(Config(train=train, model=ModelConfig(**SMALL)))  # type: ignore[arg-type]
+    tokens_BT = np.asarray(jax.random.randint(jax.random.key(2), (8, 12), 0, 64))
+    segments_BT = np.cumsum(np.random.default_rng(0).random((8, 12)) < 0.3, axis=1).astype(np.int32)
+    rows = (tokens_BT, np.roll(tokens_BT, -1, 1), np.ones((8, 12), np.float32), segments_BT)
+    found = []
+    for sizes in (MeshConfig(data=1), MeshConfig(data=2, fsdp=2, tensor=2)):
+        devices = sizes.data * sizes.fsdp * sizes.tensor
+        mesh = jax.sharding.Mesh(
+            np.array(jax.devices()[:devices]).reshape(sizes.data, sizes.fsdp, sizes.tensor, 1, 1), sharding.AXES,
+            axis_types=(jax.sharding.AxisType.Auto,) * 5,
+        )  # fmt: skip
+        with jax.set_mesh(mesh):
+            state = step.initial_state(fns, mesh, 0)
+            compiled = step.compile_train_step(fns, train, mesh, with_segments=True)
+            batch = step.PackedBatch(*(sharding.from_local_rows(x, range(8), 8, mesh) for x in rows))
+            whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+            controls = step.Controls(*(jax.device_put(np.float32(x), whole) for x in (1.0, np.inf)))
+            _, metrics = compiled(state, batch, controls)
+            found.append((float(metrics.loss), float(metrics.grad_norm)))
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
