@@ -531,10 +531,7 @@ def _impossible_models(c: Config) -> Iterator[tuple[str, str]]:
             f"is {m.max_positions}, shorter than train.seq_len {t.seq_len}; raise it or shorten the sequences",
         )
     if m.attention == "cudnn" and m.dtype != "bfloat16":
-        yield (
-            "model.attention",
-            "cudnn computes in bfloat16; set model.dtype to bfloat16 or model.attention to xla",
-        )
+        yield "model.attention", "cudnn computes in bfloat16; set model.dtype to bfloat16 or model.attention to xla"
     if c.data.document_mask and m.attention == "cudnn":
         yield (
             "model.attention",
