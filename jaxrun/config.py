@@ -127,8 +127,7 @@ class SourceConfig:
     """One source of a mixture."""
 
     name: str
-    # As data.source.
-    source: str
+    source: str  # as data.source
     # Share of the training sequences, next to the weights of the others.
     weight: float = 1.0
     # Other weights later on: (the first batch of which it holds, weight), ascending.
@@ -140,8 +139,7 @@ class EvalSetConfig:
     """A set to evaluate on besides what the training source holds out."""
 
     name: str
-    # As data.source: what it holds out itself (validation shards, files called val), else all of it. Or the name of a
-    # source of data.mixture: its held-out part.
+    # As data.source: what it holds out itself, else all of it. Or the name of a source of data.mixture: what that does.
     source: str
 
 
