@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -174,15 +175,13 @@ class Run:
         compiling = background.submit(self._compile)
         self.observer.efficiency_of(compiling, background, self.peak)
         background.shutdown(wait=False)
-        self.heartbeat.beat(0, "restore")
-        with self.spent.on("restore"):
+        with self._phase("restore"):
             state, self.position = self.recovery.start()
         if self.position.step > t.num_steps:
             raise ConfigError(
                 f"config.train.num_steps: {t.num_steps}, but {self.workdir} is at step {self.position.step}; raise it"
             )
-        self.heartbeat.beat(self.position.step, "compile")
-        with self.spent.on("compile"):
+        with self._phase("compile"):
             train_step, compile_s = compiling.result()
         self._event("compiled", compile_s=compile_s)
         log.info("compiled the train step in %.1f s", compile_s)
@@ -192,9 +191,8 @@ class Run:
             self.heartbeat.beat(at.step, "step")
             decision = self._judge(up_to=at.step if at.step == t.num_steps else at.step + 1 - LAG)
             if decision is not None:
-                self.heartbeat.beat(at.step, "recovery")
                 self.observer.before_going_back(at.step)
-                with self.spent.on("recovery"):
+                with self._phase("recovery"):
                     recovered = self.recovery.go_back(state, at, decision)
                 if recovered is None:
                     return GAVE_UP
@@ -413,9 +411,8 @@ class Run:
         """The default set and those by name, each over the same tokens every time."""
         t, found = self.config.train, {}
         self._fetch(up_to=self.position.step)
-        with self.spent.on("evaluation"):
-            for name, held_out in self.eval_sets.items():
-                self.heartbeat.beat(self.position.step, "evaluation")
+        for name, held_out in self.eval_sets.items():
+            with self._phase("evaluation"):
                 found[name] = evaluate(
                     self.eval_step, state.params, held_out, batch_size=t.batch_size, mesh=self.mesh, max_batches=t.eval_batches
                 )  # fmt: skip
@@ -424,10 +421,9 @@ class Run:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def _save(self, state: step_lib.TrainState, *, wait: bool = False) -> None:
-        self.heartbeat.beat(self.position.step, "checkpoint")
         self._fetch(up_to=self.position.step)  # its wait is that of the steps
         self.observer.account(self.position.step)
-        with self.spent.on("checkpoint"):
+        with self._phase("checkpoint"):
             self.checkpoints.save(self.position.step, state, self.position.to_dict(), wait=wait)
 
     def _on_checkpoint_event(self, kind: str, fields: dict[str, Any]) -> None:
@@ -457,6 +453,11 @@ class Run:
         self.observer.account(self.position.step)
         self._event("preempted", reason=reason)
         return STOPPED
+
+    def _phase(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """Around what is not a step: for the accounts, and for those who ask from outside whether this process lives."""
+        self.heartbeat.beat(self.position.step, phase)
+        return self.spent.on(phase)
 
     def _event(self, kind: str, *, step: int | None = None, **fields: Any) -> None:
         self.history.write((kind, self.position.step if step is None else step, fields))
