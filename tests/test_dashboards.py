@@ -243,13 +243,16 @@ def test_what_only_looks_needs_no_device() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_leaving_the_live_view_leaves_the_terminal_clean(tmp_path: Path, number: int) -> None:
     run = run_directory(tmp_path / "run", [event(time.time() - 45, "start")], training(time.time() - 41, 40))
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execve(sys.executable, [sys.executable, "-m", "jaxrun.cli", "watch", str(run), "--every", "0.1"], {**os.environ, "TERM": "xterm-256color"})  # fmt: skip
+    terminal, other_end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxrun.cli", "watch", str(run), "--every", "0.1"],
+        stdin=other_end, stdout=other_end, stderr=other_end, env={**os.environ, "TERM": "xterm-256color"}, start_new_session=True,
+    )  # fmt: skip
+    os.close(other_end)
     seen = b""
     while seen.count(b"running for") < 2:  # a frame, and one more
         seen += os.read(terminal, 65536)
-    os.kill(pid, number)
+    process.send_signal(number)
     while True:
         try:
             data = os.read(terminal, 65536)
@@ -258,7 +261,7 @@ def test_leaving_the_live_view_leaves_the_terminal_clean(tmp_path: Path, number:
         if not data:
             break
         seen += data
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert process.wait(timeout=60) == 0
     os.close(terminal)
     entered, left = seen.find(b"\x1b[?1049h"), seen.rfind(b"\x1b[?1049l")
     assert 0 <= entered < left

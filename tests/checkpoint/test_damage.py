@@ -182,11 +182,11 @@ def test_a_bit_that_flips_between_the_device_and_the_disk_is_caught_by_the_array
 ) -> None:
     save_async = checkpointer._save_async
 
-    def corrupting(path: Path, state: Any) -> Any:
+    def corrupting(path: Path, state: Any, timeout_s: float) -> Any:
         w = np.array(state.params["w"])
         w.view(np.uint32)[3, 4] ^= 1
         bad = {**state.params, "w": jnp.asarray(w)}
-        return save_async(path, type(state)(state.step, bad, state.opt_state, state.key))
+        return save_async(path, type(state)(state.step, bad, state.opt_state, state.key), timeout_s)
 
     checkpoints = open_checkpoints()
     checkpoints.save(1, make_state(seed=1), {"step": 1}, wait=True)
