@@ -67,11 +67,17 @@ class History:
         return {e["fault"]: e["attempt"] for e in self._events if e["kind"] == "fault"}
 
     def unsound_devices(self, since_step: int) -> list[str]:
-        """Devices that reported, at `since_step` or later and since the last rewind, what makes numbers wrong:
-        `cuda:3 of node7: ecc_uncorrected`."""
-        rewinds = [i for i, e in enumerate(self._events) if e["kind"] == "rewind"]
-        recent = self._events[rewinds[-1] :] if rewinds else self._events
-        found = (e for e in recent if e["kind"] == "device_health" and e["unsound"] and e["step"] >= since_step)
+        """Devices that reported, since the last rewind, what makes numbers wrong: `cuda:3 of node7: ecc_uncorrected`.
+
+        Only at `since_step` or later; but all since a second run began, as a report may come late, while the steps are
+        counted from further back again.
+        """
+        last = {e["kind"]: i for i, e in enumerate(self._events)}
+        rewound = last.get("rewind", -1)
+        second_run = last.get("triage_started", -1) if self.open_triage() else len(self._events)
+        recent = list(enumerate(self._events))[rewound + 1 :]
+        unsound = [(i, e) for i, e in recent if e["kind"] == "device_health" and e["unsound"]]
+        found = [e for i, e in unsound if e["step"] >= since_step or i > second_run]
         return [f"{e['device']} of {e['host']}: {e['problem']}" for e in found]
 
     def last_decision(self) -> tuple[Rewind | None, bool]:

@@ -9,10 +9,10 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,7 +32,7 @@ from jaxrun.telemetry.metrics import MetricsWriter
 from jaxrun.telemetry.peaks import Peak
 from jaxrun.telemetry.progress import Profile, Progress
 from jaxrun.telemetry.sampler import Sampler, open_nvml
-from jaxrun.telemetry.stopwatch import Interval, Stopwatch, since
+from jaxrun.telemetry.stopwatch import Interval, Stopwatch, since, stepping_s
 from jaxrun.telemetry.stragglers import DATA_WAIT_S, OWN_S, STEP_S, Exchange, Stragglers
 
 log = logging.getLogger("jaxrun")
@@ -59,7 +59,7 @@ class Observer:
         self._accounted: dict[str, float] = {}
         self._accounted_step = 0
         self._interval = Interval(self.spent)
-        self._device_wait_s = 0.0
+        self._device_wait_s = self._data_wait_s = 0.0
 
         is_writer = jax.process_index() == 0
         self._metrics = MetricsWriter(workdir, tensorboard=t.tensorboard, attempt=attempt) if is_writer else None
@@ -77,7 +77,7 @@ class Observer:
         # Of the health of GPUs and the pace of processes: what only one of them knows is told to all.
         self._exchange = Exchange(mesh, 4) if jax.process_count() > 1 else None
         self._hosts = launch.of_each(socket.gethostname())
-        self._told_at = (self.spent.read(), 0.0, 0)
+        self._told_at = _Told(0, 0.0, 0.0, 0.0)
         self._told: list[tuple[int, int, Any]] = []
 
     def efficiency_of(self, compiling: Any, background: Executor, device_peak: Peak | None) -> None:
@@ -96,12 +96,24 @@ class Observer:
         """From here on, after `step`, what is not told otherwise is time of steps."""
         self._accounted_step = step
         self.spent.rebase("step")
+        self._told_at = self._tally(step)
         self._interval.restart()
         self._compilations.watch()
 
     def fetching(self) -> contextlib.AbstractContextManager[None]:
         """Around the wait for numbers of a step: the devices' time, not this process's own."""
         return _Timed(self)
+
+    @contextlib.contextmanager
+    def waiting_for_data(self, in_flight: Sequence[Any]) -> Iterator[None]:
+        """Around the reading of a batch. It is lost time only if the devices had nothing to do at its end."""
+        start = time.perf_counter()
+        yield
+        waited_s = time.perf_counter() - start
+        self._data_wait_s += waited_s
+        self._interval.waited(waited_s)
+        if not (in_flight and not in_flight[-1].metrics.loss.is_ready()):
+            self.spent.move("step", "data_wait", waited_s)
 
     def account(self, step: int, *, at_least_s: float = 0.0) -> None:
         """Writes down where the time since the last account went, and up to which step it got; always before the run
@@ -163,12 +175,14 @@ class Observer:
         if self._metrics:
             self._metrics.rewound(attempt)
         self._accounted_step = step
+        self._told_at = self._tally(step)
         self._interval.restart()
 
     # -- processes and devices ----------------------------------------------------------------------------------------
 
     def before_going_back(self, step: int) -> None:
         """Learns what devices say of themselves before it is decided why there is trouble; and accounts for the time."""
+        self._sampler.look_now()
         self.tell(step, now=True)
         self.hear(up_to=step)
         self.account(step)
@@ -178,18 +192,18 @@ class Observer:
         every = self._config.telemetry.exchange_every
         if not every or (step % every and not now):
             return
-        spent, waited_s, last_step = self.spent.read(), self._device_wait_s, self._told_at[2]
-        before, waited_before_s, _ = self._told_at
-        self._told_at = (spent, waited_s, step)
-        steps, passed = max(1, step - last_step), since(before, spent)
-        data_wait_s = passed.get("data_wait", 0.0)
-        step_s = passed.get("step", 0.0) + data_wait_s
+        before, told = self._told_at, self._tally(step)
+        self._told_at, steps = told, max(1, step - before.step)
+        step_s = told.stepping_s - before.stepping_s
         own = np.zeros((self._num_local, 4), np.float32)
-        own[:, OWN_S] = (step_s - (waited_s - waited_before_s)) / steps
-        own[:, DATA_WAIT_S], own[:, STEP_S] = data_wait_s / steps, step_s / steps
+        own[:, OWN_S] = (step_s - (told.device_wait_s - before.device_wait_s)) / steps
+        own[:, DATA_WAIT_S], own[:, STEP_S] = (told.data_wait_s - before.data_wait_s) / steps, step_s / steps
         for device, problems in self._sampler.take().items():
             own[device, 3] = as_bits(sorted(problems))
         self._told.append((step, steps, self._exchange.tell(own) if self._exchange else own))
+
+    def _tally(self, step: int) -> _Told:
+        return _Told(step, stepping_s(self.spent.read()), self._device_wait_s, self._data_wait_s)
 
     def hear(self, *, up_to: int) -> None:
         """Reads what was told at steps up to `up_to`, and writes down what is wrong."""
@@ -224,6 +238,15 @@ class Observer:
         for edge in (self.profile, self._progress, self._metrics):
             if edge is not None:
                 edge.close()
+
+
+class _Told(NamedTuple):
+    """Where the clocks stood when the others were last told: seconds since the start."""
+
+    step: int
+    stepping_s: float
+    device_wait_s: float
+    data_wait_s: float
 
 
 class _Timed:

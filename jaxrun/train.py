@@ -73,17 +73,20 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
     device_peak = peak(jax.local_devices()[0], config.model.dtype, config.telemetry.peak_flops)
     mesh = sharding.make_mesh(sizes)
     with jax.set_mesh(mesh):
-        run = Run(
-            config, workdir, dataset, eval_sets, mesh, device_peak=device_peak, accept_config_change=accept_config_change
-        )  # fmt: skip
+        run: Run | None = None
         try:
+            run = Run(
+                config, workdir, dataset, eval_sets, mesh, device_peak=device_peak, accept_config_change=accept_config_change
+            )  # fmt: skip
             return run.train()
         except Exception as error:
-            if not isinstance(error, ConfigError):  # which all processes raise alike
+            # What is wrong with the config all processes find alike; with the batches that it reads, one may alone.
+            if not isinstance(error, ConfigError) or (run and run.is_stepping):
                 launch.fail_alone(error)
             raise
         finally:
-            run.close()
+            if run:
+                run.close()
 
 
 EvalSets = dict[str | None, data.TrainingData]
@@ -100,7 +103,13 @@ def _open_data(config: Config) -> tuple[data.TrainingData, EvalSets]:
     opened: list[tuple[data.TrainingData, EvalSets]] = []
     # Process 0 first: it fills the token cache that the others then find.
     launch.agree(lambda: opened.append(open_dataset()))
-    return opened[0] if opened else open_dataset()
+    if opened:
+        return opened[0]
+    try:
+        return open_dataset()
+    except Exception as error:  # process 0 has opened it
+        launch.fail_alone(error)
+        raise
 
 
 @dataclasses.dataclass
@@ -154,6 +163,7 @@ class Run:
             on_event=self._on_checkpoint_event,
         )  # fmt: skip
         self.loader: data.Loader | None = None
+        self.is_stepping = False
         self.in_flight: collections.deque[InFlight] = collections.deque()
 
         copies = replicas.build(step_lib.abstract_state(self.fns, mesh), mesh)
@@ -212,7 +222,7 @@ class Run:
                 self._save(state)
         if t.eval_every:
             self._evaluate(state)
-        self._save(state, wait=True)
+        self._save_last(state)
         self.observer.account(self.position.step)
         self._event("finished")
         return FINISHED
@@ -222,7 +232,7 @@ class Run:
     ) -> step_lib.TrainState:
         """Sends the next step to the devices, and with it what is to be checked; its numbers are fetched later."""
         at = self.position
-        with self.spent.on("data_wait"):
+        with self.observer.waiting_for_data(self.in_flight):
             batch_index, batch = next(batches)
         state = self._strike(state)
         self.observer.profile.before(at.step + 1, state)
@@ -290,6 +300,7 @@ class Run:
                 log.warning("a step does not repeat bit for bit here: the guard cannot tell bad hardware from bad data")
         self.soundness.sound_step = at.step
         self.observer.begin_steps(at.step)
+        self.is_stepping = True
         return state, batches
 
     # -- before a step ------------------------------------------------------------------------------------------------
@@ -426,6 +437,15 @@ class Run:
         with self._phase("checkpoint"):
             self.checkpoints.save(self.position.step, state, self.position.to_dict(), wait=wait)
 
+    def _save_last(self, state: step_lib.TrainState) -> None:
+        """Saves what the run ends with. Without it the run has not ended: another start trains the rest again."""
+        self._save(state, wait=True)
+        step = self.position.step
+        if step not in launch.agree(self.checkpoints.steps):
+            raise OSError(
+                f"{self.workdir / 'checkpoints'}: step {step} could not be saved; make room, and start it again"
+            )
+
     def _on_checkpoint_event(self, kind: str, fields: dict[str, Any]) -> None:
         bad = kind in ("checkpoint_failed", "checkpoint_rejected")
         log.log(logging.ERROR if bad else logging.DEBUG, "%s: %s", kind, fields)
@@ -449,7 +469,7 @@ class Run:
             log.warning(
                 "%s: saving step %d and stopping; the same command goes on from there", reason, self.position.step
             )
-            self._save(state, wait=True)
+            self._save_last(state)
         self.observer.account(self.position.step)
         self._event("preempted", reason=reason)
         return STOPPED

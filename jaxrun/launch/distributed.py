@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,7 +53,7 @@ def start(heartbeat_timeout_s: int = 30, startup_timeout_s: float = 300.0) -> No
 
 
 def fail_alone(error: Exception) -> None:
-    """Where this process is one of several, ends it with exit code 1, at once; else does nothing.
+    """Where this process is one of several, ends it at once, with 78 for a `ConfigError` and else 1; else does nothing.
 
     The others are in a collective or a barrier and wait for this one; waiting for them in turn, for a checkpoint or for
     JAX's shutdown, would be minutes of silence. They hear of its death by its closed connections, or its heartbeat.
@@ -63,12 +64,15 @@ def fail_alone(error: Exception) -> None:
         return
     log.debug("traceback", exc_info=error)
     text = str(error).splitlines()[0] if str(error) else "no message"
-    log.error(
-        "process %d failed: %s: %s; the traceback is in train.log", jax.process_index(), type(error).__name__, text
-    )
+    kept = any(isinstance(handler, logging.FileHandler) for handler in log.handlers)  # process 0's
+    where = "the traceback is in train.log" if kept else "the traceback is above"
+    if not kept:
+        traceback.print_exception(error)
+    log.error("process %d failed: %s: %s; %s", jax.process_index(), type(error).__name__, text, where)
     logging.shutdown()
     sys.stdout.flush()
-    os._exit(1)
+    sys.stderr.flush()
+    os._exit(78 if isinstance(error, ConfigError) else 1)
 
 
 def cache_compilations(folder: Path) -> None:
@@ -90,7 +94,8 @@ def cache_compilations(folder: Path) -> None:
 def agree(fn: Callable[[], T]) -> T:
     """What `fn` returns on process 0, on every process; it may look at the disk, the clock and the journal.
 
-    The value travels as JSON. A `ConfigError` or `OSError` of process 0 is raised on all.
+    The value travels as JSON. An error of process 0 is raised on all: a `ConfigError` or `OSError` as such, any other as
+    a `RuntimeError`.
     """
     import jax
 
@@ -104,11 +109,16 @@ def agree(fn: Callable[[], T]) -> T:
             answer = {"config_error": str(error)}
         except OSError as error:
             answer = {"os_error": str(error)}
+        except Exception as error:  # the others wait for an answer, whatever it is
+            log.debug("traceback", exc_info=error)
+            answer = {"error": f"{type(error).__name__}: {error}"}
     answer = json.loads(_broadcast(json.dumps(answer).encode()))
     if "config_error" in answer:
         raise ConfigError(answer["config_error"])
     if "os_error" in answer:
         raise OSError(answer["os_error"])
+    if "error" in answer:
+        raise RuntimeError(f"process 0: {answer['error']}")
     return answer["value"]
 
 

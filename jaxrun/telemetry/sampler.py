@@ -38,7 +38,7 @@ class Sampler:
         self._last: dict[int, Reading] = {}
         self._lock = threading.Lock()
         self._found: dict[int, set[str]] = {}
-        self._stop = threading.Event()
+        self._stop, self._wake, self._looked = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         if every_s:
             self._thread.start()
@@ -49,8 +49,16 @@ class Sampler:
             found, self._found = self._found, {}
         return found
 
+    def look_now(self, timeout_s: float = 2.0) -> None:
+        """Waits for a look that begins now; not for long, as a driver in trouble may not answer."""
+        if self._nvml is not None and self._thread.is_alive():
+            self._looked.clear()
+            self._wake.set()
+            self._looked.wait(timeout_s)
+
     def close(self) -> None:
         self._stop.set()
+        self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=5)
         if self._nvml is not None and not self._thread.is_alive():  # a driver that hangs keeps its thread
@@ -88,9 +96,14 @@ class Sampler:
     def _run(self) -> None:
         psutil.cpu_percent()  # the first call has nothing to compare with
         wait_s = min(1.0, self._every_s)
-        while not self._stop.wait(wait_s):
+        while True:
+            self._wake.wait(wait_s)
+            self._wake.clear()
+            if self._stop.is_set():
+                break
             try:
                 self.look()
+                self._looked.set()
             except Exception:  # telemetry never ends a run
                 log.exception("reading the devices failed; they are not watched any more")
                 return

@@ -73,6 +73,11 @@ def since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, fl
     return {cause: s - before.get(cause, 0.0) for cause, s in now.items() if s > before.get(cause, 0.0)}
 
 
+def stepping_s(reading: Mapping[str, float]) -> float:
+    """What of a reading belongs to steps."""
+    return sum(reading.get(cause, 0.0) for cause in ("step", "data_wait", "straggling"))
+
+
 class Interval:
     """The speed between two logged lines: only what belongs to steps, so that neither an evaluation nor a checkpoint
     makes them look slow. A line may be logged in the middle of either."""
@@ -83,38 +88,37 @@ class Interval:
         self.restart()
 
     def restart(self) -> None:
-        self._begin(self._spent.read())
-        self._last = self._stepping_s(self._before)
+        self._begin(stepping_s(self._spent.read()))
+        self._last = self._begin_s
+
+    def waited(self, seconds: float) -> None:
+        """For a batch: whether or not the devices had something to do meanwhile."""
+        self._data_wait_s += seconds
 
     def count(self, tokens: float) -> None:
         """One more step is finished."""
         self._steps += 1
         self._tokens += tokens if math.isfinite(tokens) else 0.0
-        now = self._stepping_s(self._spent.read())
+        now = stepping_s(self._spent.read())
         self._step_times_s.append(now - self._last)
         self._last = now
 
     def take(self, num_devices: int) -> dict[str, float]:
         """The interval's figures as metrics.jsonl has them, times per step; the next interval begins."""
-        now = self._spent.read()
-        spent = since(self._before, now)
-        elapsed_s, steps = self._stepping_s(spent), max(1, self._steps)
+        now_s = stepping_s(self._spent.read())
+        elapsed_s, steps = now_s - self._begin_s, max(1, self._steps)
         per_second = self._tokens / elapsed_s if elapsed_s else 0.0
         p50, p99 = np.percentile(self._step_times_s, (50, 99)) if self._step_times_s else (0.0, 0.0)
         taken = {
             "step_time_s": elapsed_s / steps,
             "step_time_p50_s": float(p50),
             "step_time_p99_s": float(p99),
-            "data_wait_s": spent.get("data_wait", 0.0) / steps,
+            "data_wait_s": self._data_wait_s / steps,
             "tokens_per_sec": per_second,
             "tokens_per_sec_per_device": per_second / num_devices,
         }
-        self._begin(now)
+        self._begin(now_s)
         return taken
 
-    def _begin(self, now: dict[str, float]) -> None:
-        self._before, self._tokens, self._steps = now, 0.0, 0
-
-    @staticmethod
-    def _stepping_s(spent: Mapping[str, float]) -> float:
-        return sum(spent.get(cause, 0.0) for cause in ("step", "data_wait", "straggling"))
+    def _begin(self, now_s: float) -> None:
+        self._begin_s, self._tokens, self._steps, self._data_wait_s = now_s, 0.0, 0, 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from dataclasses import dataclass
 
 import jax
@@ -13,8 +14,12 @@ from jax.sharding import PartitionSpec as P
 # of them without the wait for devices; and the seconds of a whole step.
 OWN_S, DATA_WAIT_S, STEP_S = range(3)
 
-# Being late by less than this share of a step is nobody's concern.
-_NOTICEABLE = 0.1
+# The host works on one step while the devices are at another: a process holds up the others only where it hardly waits
+# for its devices any more.
+_BUSY = 0.9
+
+# Exchanges whose median is what a step takes where nobody is slow.
+_USUAL = 50
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Stragglers:
     def __init__(self, *, factor: float, times: int):
         self._factor, self._times = factor, times
         self._in_a_row: dict[int, int] = {}
+        self._usual_s: collections.deque[float] = collections.deque(maxlen=_USUAL)
 
     def compare(self, table: np.ndarray) -> tuple[list[Late], float]:
         """
@@ -41,19 +47,25 @@ class Stragglers:
           table: [processes, 3], see OWN_S, DATA_WAIT_S and STEP_S.
 
         Returns:
-          Those named now; and what the slowest costs all of them, seconds a step, while one is known to be slow.
+          Those named now; and what the slowest costs all of them while one is known to be slow: seconds a step over what
+          steps took before. 0 where that is not known.
         """
         own_s = table[:, OWN_S]
         # The lower of two middle ones: of two processes one is the measure of the other.
         median_s = float(np.sort(own_s)[(len(own_s) - 1) // 2])
-        named = []
+        named, any_slow = [], False
         for process, (own, wait, step) in enumerate(table.tolist()):
-            slow = own > self._factor * median_s and own - median_s > _NOTICEABLE * step
+            slow = own > self._factor * median_s and own > _BUSY * step
+            any_slow |= slow
             count = self._in_a_row[process] = self._in_a_row.get(process, 0) + 1 if slow else 0
             if count == self._times:
                 named.append(Late(process, own / max(median_s, 1e-9), own, median_s, wait))
+        step_s = float(np.median(table[:, STEP_S]))
+        if not any_slow:
+            self._usual_s.append(step_s)
         known = any(count >= self._times for count in self._in_a_row.values())
-        return named, float(own_s.max()) - median_s if known else 0.0
+        lost_s = step_s - float(np.median(self._usual_s)) if known and self._usual_s else 0.0
+        return named, max(0.0, lost_s)
 
 
 class Exchange:

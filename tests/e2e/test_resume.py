@@ -1,6 +1,8 @@
 """A run that is killed or stopped, and started again, is the run that nothing disturbed: bit for bit."""
 
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -9,7 +11,9 @@ import pytest
 
 from jaxrun import journal
 
-from .harness import NUM_STEPS, Place, Trainer, assert_same_run, by_step, checkpoints, events, last_step, lines
+from .harness import (
+    NUM_STEPS, Place, Trainer, assert_same_run, by_step, checkpoints, environment, events, last_step, lines,
+)  # fmt: skip
 
 # All that reads ahead, draws random numbers or adds in another order.
 BUSY = ("--config.data.num_workers=2", "--config.model.dropout=0.1", "--config.train.accum_steps=2")
@@ -102,3 +106,35 @@ def test_ctrl_c_does_too_and_the_same_command_finishes_the_same_run(
         assert "finished already" in trainer.output()
     assert (stopped / journal.METRICS).read_bytes() == numbers
     assert checkpoints(stopped) == kept
+
+
+WITHOUT_ROOM_AT_THE_END = """
+import sys
+from jaxrun import cli
+from jaxrun.checkpoint import checkpointer
+save_async = checkpointer._save_async
+def full(path, *more):
+    if path.name == "200":
+        raise OSError(28, "No space left on device", str(path))
+    return save_async(path, *more)
+checkpointer._save_async = full
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_last_checkpoint_cannot_be_saved_has_not_finished(place: Place, tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    command = ["train", "--config", str(place.config), "--workdir", str(workdir)]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ROOM_AT_THE_END, *command],
+        capture_output=True, text=True, timeout=300, env=environment({}), check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "step 200 could not be saved; make room, and start it again" in done.stderr
+    assert events(workdir, "finished") == []
+    with place.train(workdir) as trainer:
+        trainer.finish()
+    assert [e["step"] for e in events(workdir, "resume")] == [160]
+    assert [e["step"] for e in events(workdir, "finished")] == [NUM_STEPS]
+    assert checkpoints(workdir)[-1] == NUM_STEPS

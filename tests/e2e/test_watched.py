@@ -42,10 +42,10 @@ import jax
 from jaxrun import cli
 from jaxrun.data.dataset import Dataset
 rows = Dataset.rows
-def slow(self, *args, **more):
-    if jax.process_index() == 1:
-        time.sleep(0.1)
-    return rows(self, *args, **more)
+def slow(self, batch_index, *args, **more):
+    if jax.process_index() == 1 and batch_index >= 50:
+        time.sleep(0.2)
+    return rows(self, batch_index, *args, **more)
 Dataset.rows = slow
 sys.exit(cli.main(sys.argv[1:]))
 """
@@ -88,7 +88,7 @@ def test_a_gpu_that_reports_errors_is_in_the_journal_once_and_alerts(place: Plac
 def test_a_process_whose_data_come_late_is_named_and_its_cost_is_booked(place: Place, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     address = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
-    more = ["--config.mesh.data=2", "--config.train.num_steps=80", "--config.telemetry.exchange_every=10"]
+    more = ["--config.mesh.data=2", "--config.train.num_steps=110", "--config.telemetry.exchange_every=10"]
     with ExitStack() as stack:
         both = [
             started(stack, WITH_SLOW_DATA, place, workdir, *more, JAX_PROCESS_ID=str(n), **address) for n in range(2)
@@ -97,9 +97,10 @@ def test_a_process_whose_data_come_late_is_named_and_its_cost_is_booked(place: P
         assert both[0].returncode == 0, output
         both[1].communicate(timeout=300)
     (straggler,) = events(workdir, "straggler")
-    assert (straggler["process"], straggler["step"]) == (1, 30)
-    assert straggler["own_s"] > 0.05 > straggler["median_s"]
-    assert straggler["data_wait_s"] > 0.05
+    assert straggler["process"] == 1
+    assert straggler["step"] in (80, 90)  # the third time in a row; the loader had read some batches ahead
+    assert straggler["own_s"] > 0.1 > straggler["median_s"]
+    assert straggler["data_wait_s"] > 0.1
     booked = [e["seconds"] for e in events(workdir, "time_spent")]
-    assert sum(seconds.get("straggling", 0.0) for seconds in booked) > 0.05 * 50
-    assert len(lines(workdir)) == 80 < NUM_STEPS
+    assert 0.1 * 20 < sum(seconds.get("straggling", 0.0) for seconds in booked) < 0.3 * 40
+    assert len(lines(workdir)) == 110 < NUM_STEPS

@@ -1,4 +1,4 @@
-"""A process that holds up the others is named, once, and not for what nobody feels."""
+"""A process that holds up the others is named, once, and not for what nobody waits for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from jax.sharding import AxisType
 from jaxrun.telemetry.stragglers import Exchange, Stragglers
 
 
-def table(*own_s: float, step_s: float = 1.0) -> np.ndarray:
+def table(*own_s: float, step_s: float | None = None) -> np.ndarray:
+    """As processes tell it whose steps take as long as the slowest of them, and 0.2 s at least."""
+    step_s = step_s or max(0.2, *own_s)
     return np.array([[own, 0.01, step_s] for own in own_s])
 
 
@@ -34,15 +36,23 @@ def test_one_slow_comparison_is_no_straggler_and_costs_nothing() -> None:
         assert stragglers.compare(table(0.1, 0.1, own)) == ([], 0.0)
 
 
-def test_what_is_a_small_part_of_a_step_holds_nobody_up() -> None:
+def test_work_that_is_hidden_behind_the_devices_holds_nobody_up() -> None:
     stragglers = Stragglers(factor=1.5, times=1)
-    assert stragglers.compare(table(0.001, 0.001, 0.01, step_s=1.0)) == ([], 0.0)
+    assert stragglers.compare(table(0.005, 0.005, 0.02, 0.005, step_s=0.1)) == ([], 0.0)
 
 
-def test_of_two_the_faster_is_the_measure_and_the_cost_is_the_difference() -> None:
-    (late,), lost_s = Stragglers(factor=1.5, times=1).compare(table(0.5, 0.1))
+def test_the_cost_is_what_steps_take_over_what_they_took_before() -> None:
+    stragglers = Stragglers(factor=1.5, times=1)
+    for _ in range(5):
+        assert stragglers.compare(table(0.05, 0.05)) == ([], 0.0)
+    (late,), lost_s = stragglers.compare(table(0.5, 0.05))
     assert late.process == 0
-    assert lost_s == pytest.approx(0.4)
+    assert lost_s == pytest.approx(0.5 - 0.2)
+
+
+def test_one_that_was_slow_from_the_first_step_on_is_named_but_nothing_can_be_booked() -> None:
+    (late,), lost_s = Stragglers(factor=1.5, times=1).compare(table(0.5, 0.1))
+    assert (late.process, lost_s) == (0, 0.0)
 
 
 def test_what_is_told_arrives_in_the_order_of_the_mesh() -> None:
