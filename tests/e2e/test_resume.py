@@ -12,7 +12,16 @@ import pytest
 from jaxrun import journal
 
 from .harness import (
-    NUM_STEPS, Place, Trainer, assert_same_run, by_step, checkpoints, environment, events, last_step, lines,
+    NUM_STEPS,
+    Place,
+    Trainer,
+    assert_same_run,
+    by_step,
+    checkpoints,
+    environment,
+    events,
+    last_step,
+    lines,
 )  # fmt: skip
 
 # All that reads ahead, draws random numbers or adds in another order.
