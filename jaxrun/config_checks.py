@@ -78,8 +78,9 @@ def _impossible_models(c: Config) -> Iterator[tuple[str, str]]:
             "model.attention",
             "cudnn does not keep documents apart; set it to auto or xla, or data.document_mask to false",
         )
-    is_tokens = bool(c.data.mixture) or c.data.source.endswith((".bin", ".npy"))
-    if c.data.tokenizer == "bytes" and 0 < m.vocab_size < 256 and not is_tokens:
+    # What other sources need is seen when they are opened: a folder may hold tokens.
+    is_text = c.data.source == "stdlib" and not c.data.mixture
+    if c.data.tokenizer == "bytes" and 0 < m.vocab_size < 256 and is_text:
         yield "model.vocab_size", f"is {m.vocab_size}; bytes need 256"
 
 

@@ -22,12 +22,12 @@ class Evaluation(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Nats per token."""
-        return self.nll / self.tokens
+        """Nats per token; nan where no token counts, as where all are denied."""
+        return self.nll / self.tokens if self.tokens else math.nan
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.inf if self.loss >= 700 else math.exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -66,14 +66,14 @@ def _text_bytes(targets_BT: jax.Array, weights_BT: jax.Array, table_V: jax.Array
 
 
 def metrics(evaluations: Mapping[str | None, Evaluation]) -> dict[str, float]:
-    """As a line of metrics.jsonl has them: `eval_loss` for the default set (None); with sets by name also
-    `eval_loss/NAME`, `eval_perplexity/NAME` and `eval_bits_per_byte/NAME`, and those of the default.
+    """As a line of metrics.jsonl has them: `eval_loss` for the default set (None), if there is one; with sets by
+    name also `eval_loss/NAME`, `eval_perplexity/NAME` and `eval_bits_per_byte/NAME`, and those of the default.
     """
     line: dict[str, float] = {}
     for name, found in evaluations.items():
         suffix = "" if name is None else f"/{name}"
         line[f"eval_loss{suffix}"] = found.loss
-        if len(evaluations) > 1:
+        if name is not None or len(evaluations) > 1:
             line[f"eval_perplexity{suffix}"] = found.perplexity
             if found.bits_per_byte is not None:
                 line[f"eval_bits_per_byte{suffix}"] = found.bits_per_byte

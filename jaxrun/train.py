@@ -65,7 +65,7 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
     sizes = sharding.resolve(config.mesh, jax.device_count())
     sharding.check(config, sizes)
     dataset, eval_sets = _open_data(config)
-    if config.train.eval_every and dataset.eval_problem:
+    if config.train.eval_every and not eval_sets and dataset.eval_problem:
         raise ConfigError(dataset.eval_problem)
     if command := config.guard.alert:
         launch.agree(lambda: launch.alert_words(command))
@@ -93,12 +93,13 @@ EvalSets = dict[str | None, data.TrainingData]
 
 
 def _open_data(config: Config) -> tuple[data.TrainingData, EvalSets]:
-    """What is trained on; and what is evaluated on, by name, the held-out part of the former under None."""
+    """What is trained on; and what is evaluated on, by name, the held-out part of the former, if it has one, under None."""
 
     def open_dataset() -> tuple[data.TrainingData, EvalSets]:
         d, t, vocab_size = config.data, config.train, config.model.vocab_size
         dataset = data.open_dataset(d, seq_len=t.seq_len, vocab_size=vocab_size, seed=t.seed)
-        return dataset, {None: dataset, **data.open_eval_sets(d, dataset, seq_len=t.seq_len, vocab_size=vocab_size)}
+        named = data.open_eval_sets(d, dataset, seq_len=t.seq_len, vocab_size=vocab_size)
+        return dataset, named if dataset.eval_problem else {None: dataset, **named}
 
     opened: list[tuple[data.TrainingData, EvalSets]] = []
     # Process 0 first: it fills the token cache that the others then find.

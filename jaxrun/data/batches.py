@@ -20,6 +20,7 @@ MAX_SEQUENCES = 2**32
 _ROUNDS = 4
 # It walks a cycle of 2**16 places at the least, so that one of few sequences takes milliseconds to find.
 _FEW_SEQUENCES = 4096
+_LEAST_PLACES = 2**16
 
 
 def sample_index(batch_index: int, row: int, batch_size: int) -> int:
@@ -39,7 +40,8 @@ def sequence_index(k: int, num_sequences: int, seed: int) -> int:
     Within an epoch this is Grain's stateless permutation (a SIMON-like block cipher, walked until it lands
     inside the range); in epochs of up to 4,096 sequences it is the order of as many pseudo-random keys.
     Either is seeded by NumPy's SeedSequence of the seed and the epoch: no two epochs and no two seeds share
-    an order, as they would under `seed + epoch`.
+    an order, as they would under `seed + epoch`. Where Grain's cipher is a place short, the last place holds the last
+    sequence.
 
     Args:
       k: from 0, without an upper limit.
@@ -49,6 +51,8 @@ def sequence_index(k: int, num_sequences: int, seed: int) -> int:
     epoch, place = divmod(k, num_sequences)
     if num_sequences <= _FEW_SEQUENCES:
         return int(_short_epoch(num_sequences, seed, epoch)[place])
+    if place == num_sequences - 1 and _is_a_place_short(num_sequences):
+        return place
     return _index_shuffle()(place, max_index=num_sequences - 1, seed=_epoch_key(seed, epoch), rounds=_ROUNDS)
 
 
@@ -62,7 +66,9 @@ def places_in_epoch(sequences: NDArray[np.int64], num_sequences: int, seed: int,
         return sequences
     if num_sequences <= _FEW_SEQUENCES:
         return np.argsort(_short_epoch(num_sequences, seed, epoch), kind="stable")[sequences].astype(np.int64)
-    places = unshuffle(sequences, num_sequences - 1, _epoch_key(seed, epoch), _ROUNDS)
+    places = np.full(len(sequences), num_sequences - 1, np.int64)
+    walked = (sequences < num_sequences - 1) | (not _is_a_place_short(num_sequences))
+    places[walked] = unshuffle(sequences[walked], num_sequences - 1, _epoch_key(seed, epoch), _ROUNDS)
     for place, sequence in zip(places[:8].tolist(), sequences[:8].tolist(), strict=True):
         if sequence_index(epoch * num_sequences + place, num_sequences, seed) != sequence:
             raise RuntimeError("this version of Grain shuffles otherwise than jaxrun.data.inverse knows")
@@ -94,6 +100,14 @@ def num_train_sequences(num_tokens: int, seq_len: int) -> int:
 def num_eval_sequences(num_tokens: int, seq_len: int) -> int:
     """As in training, and one more for a remainder, which is padded."""
     return max(0, -(-(num_tokens - 1) // seq_len))
+
+
+def _is_a_place_short(num_sequences: int) -> bool:
+    """Grain's cipher works on as many bits as the logarithm of the largest place, rounded up. That place is itself out of
+    their range where it is a power of 4: it would be taken for place 0, and the last sequence would never come.
+    """
+    largest = num_sequences - 1
+    return largest >= _LEAST_PLACES and largest & (largest - 1) == 0 and largest.bit_length() % 2 == 1
 
 
 @functools.lru_cache(maxsize=16)

@@ -30,7 +30,9 @@ PACKED = (".gz", ".zst")
 
 
 class Piece(NamedTuple):
-    """A stretch of one input. `data` has its bytes where the input is compressed; else the worker reads them."""
+    """A stretch of one input. `data` has its bytes where the input is compressed; else the worker reads them. A binary
+    file is one piece, and `data` then no more than its head.
+    """
 
     file: int
     path: str
@@ -64,6 +66,15 @@ class Problem(NamedTuple):
 EMPTY = "empty"
 
 
+# Of a file, what is looked at to tell text from others.
+HEAD_BYTES = 8192
+
+
+def is_binary(head: bytes | bytearray) -> bool:
+    """git's test, by the first bytes of a file."""
+    return b"\0" in head[:HEAD_BYTES]
+
+
 def kind_of(path: Path) -> Kind:
     return "parquet" if path.suffix == ".parquet" else sources.kind(path)  # type: ignore[return-value]
 
@@ -89,6 +100,11 @@ def _ranges(number: int, path: Path, kind: Kind, start: int) -> Iterator[Piece]:
     try:
         with open(path, "rb") as file:
             size = file.seek(0, 2)
+            if kind == "text" and start == 0 and size > PIECE_BYTES:
+                file.seek(0)
+                if is_binary(head := file.read(HEAD_BYTES)):
+                    yield Piece(number, str(path), kind, 0, size, True, size, head)
+                    return
             while True:
                 end = _cut(file, start + PIECE_BYTES, size, kind)
                 yield Piece(number, str(path), kind, start, end, end == size, end - start)
@@ -149,6 +165,10 @@ def _packed(number: int, path: Path, kind: Kind, start: int, max_document_bytes:
             yield piece(dropped, b"")
             dropped, chunk = 0, chunk[newline + 1 :]
         buffer += chunk
+        if kind == "text" and begin == 0 and len(buffer) > PIECE_BYTES and is_binary(buffer):
+            progress.bytes = path.stat().st_size
+            yield piece(len(buffer), bytes(buffer[:HEAD_BYTES]), is_last=True)
+            return
         while True:
             if (end := _cut_buffer(buffer, kind, limit)) is not None:
                 yield piece(end, bytes(buffer[:end]))
@@ -197,7 +217,11 @@ def parquet(path: str | Path) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(f"{path}: cannot be read ({str(error).splitlines()[0]}); copy it again") from None
+        raise ConfigError(f"{path}: cannot be read ({_first_line(error)}); copy it again") from None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _row_groups(number: int, path: Path, start: int) -> Iterator[Piece]:
@@ -272,7 +296,7 @@ class Reader:
         if not data:
             self._problem(EMPTY, piece.start, 1, "no text")
             return
-        if piece.start == 0 and b"\0" in data[:8192]:  # git's test for a binary file
+        if piece.start == 0 and is_binary(data):
             self._problem("binary", 0, 1, "binary, not text")
             return
         try:
@@ -337,6 +361,8 @@ class Reader:
 
     def _rows(self, piece: Piece) -> Iterator[Text]:
         with parquet(piece.path) as file:
+            import pyarrow
+
             names = file.schema_arrow.names
             row = sum(file.metadata.row_group(g).num_rows for g in range(piece.start))
             if self.field not in names:
@@ -347,8 +373,8 @@ class Reader:
                 return
             try:
                 yield from self._row_batches(file, piece, row)
-            except OSError as error:
-                raise ConfigError(f"{piece.path}: row groups {piece.start} to {piece.end - 1} cannot be read ({str(error).splitlines()[0]}); copy it again") from None  # fmt: skip
+            except (OSError, pyarrow.ArrowException) as error:
+                raise ConfigError(f"{piece.path}: row groups {piece.start} to {piece.end - 1} cannot be read ({_first_line(error)}); copy it again") from None  # fmt: skip
 
     def _row_batches(self, file: Any, piece: Piece, row: int) -> Iterator[Text]:
         groups = list(range(piece.start, piece.end))

@@ -10,6 +10,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -39,24 +40,27 @@ class Index:
 
     Attributes:
       layout: "records" are `DOCUMENT`s; "megatron" is an .idx file, whose documents are runs of its sequences.
-      path: of the file, which has `size_bytes`.
+      path: of the file, which has `size_bytes`, last written at `mtime_ns`.
       count: documents.
       offset: megatron: where the sequences' places begin in the file, in bytes.
       sequences: megatron: how many there are.
       itemsize: megatron: bytes of a token.
       first_document: megatron: documents in the files before.
       tokens: megatron: the token file.
+      xxh3_128: of the file, where it is known.
     """
 
     layout: Literal["records", "megatron"]
     path: str
     size_bytes: int
+    mtime_ns: int
     count: int
     offset: int = 0
     sequences: int = 0
     itemsize: int = 1
     first_document: int = 0
     tokens: str = ""
+    xxh3_128: str | None = None
 
     def spans(self, first: int, count: int, num_tokens: int, files: Sequence[str]) -> list[Span]:
         """What tokens first, …, first + count - 1 of the segment are made of."""
@@ -99,7 +103,7 @@ class Index:
                     yield offset, end
                 d += 1
             return
-        table = _mapped_records(self.path, self.count)
+        table = _mapped_records(self.path, self.count, self.mtime_ns)
         for file in files:
             low = bisect_left(range(self.count), (file, -1 if offset is None else offset), key=self._place)
             high = bisect_right(range(self.count), (file, np.iinfo(np.int64).max if offset is None else offset), key=self._place)  # fmt: skip
@@ -108,41 +112,52 @@ class Index:
                 yield max(0, int(table["start"][low])), min(end, num_tokens)
 
     def _check(self) -> None:
-        """A mapped file that shrinks would kill the process."""
-        if os.stat(self.path).st_size != self.size_bytes:
+        """A mapped file that shrinks would kill the process; one that was written again names other documents."""
+        found = os.stat(self.path)
+        if (found.st_size, found.st_mtime_ns) != (self.size_bytes, self.mtime_ns):
             raise OSError(f"{self.path}: the data changed under the run; put back the file and start again")
 
     def _at(self, position: int) -> int:
         """The number of the document that holds a token."""
         if self.layout == "records":
-            return max(0, bisect_right(_mapped_records(self.path, self.count)["start"], position) - 1)
+            return max(0, bisect_right(_mapped_records(self.path, self.count, self.mtime_ns)["start"], position) - 1)
         return max(0, bisect_right(range(self.count), position, key=self._start) - 1)
 
     def _start(self, d: int) -> int:
         if self.layout == "records":
-            return int(_mapped_records(self.path, self.count)[d]["start"])
-        places, documents = _mapped_places(self.path, self.offset, self.sequences, self.count)
+            return int(_mapped_records(self.path, self.count, self.mtime_ns)[d]["start"])
+        places, documents = _mapped_places(self.path, self.mtime_ns, self.offset, self.sequences, self.count)
         sequence = int(documents[d])
         return int(places[sequence]) // self.itemsize if sequence < self.sequences else np.iinfo(np.int64).max
 
     def _place(self, d: int) -> tuple[int, int]:
-        record = _mapped_records(self.path, self.count)[d]
+        record = _mapped_records(self.path, self.count, self.mtime_ns)[d]
         return int(record["file"]), int(record["offset"])
 
     def _origin(self, d: int, files: Sequence[str]) -> tuple[int, str, int]:
         if self.layout == "records":
-            record = _mapped_records(self.path, self.count)[d]
+            record = _mapped_records(self.path, self.count, self.mtime_ns)[d]
             return int(record["document"]), files[record["file"]], int(record["offset"])
         return self.first_document + d, self.tokens, self._start(d)
 
 
+def records(path: Path, xxh3_128: str | None = None) -> Index:
+    """The index that a file of `DOCUMENT`s is, as it is now."""
+    found = path.stat()
+    return Index(
+        "records", str(path), found.st_size, found.st_mtime_ns, found.st_size // DOCUMENT.itemsize, xxh3_128=xxh3_128
+    )
+
+
 @functools.lru_cache(maxsize=512)
-def _mapped_records(path: str, count: int) -> NDArray[Any]:
+def _mapped_records(path: str, count: int, mtime_ns: int) -> NDArray[Any]:
     return np.asarray(np.memmap(path, DOCUMENT, "r", 0, (count,))) if count else np.zeros(0, DOCUMENT)
 
 
 @functools.lru_cache(maxsize=512)
-def _mapped_places(path: str, offset: int, sequences: int, documents: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def _mapped_places(
+    path: str, mtime_ns: int, offset: int, sequences: int, documents: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
     """Of a Megatron index: where each sequence begins in bytes [S], and the first sequence of each document [D]."""
     places = np.memmap(path, "<i8", "r", offset, (sequences,))
     return np.asarray(places), np.asarray(np.memmap(path, "<i8", "r", offset + 8 * sequences, (documents,)))

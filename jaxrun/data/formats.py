@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import gzip
+import logging
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +15,10 @@ import xxhash
 
 from jaxrun.config import ConfigError
 from jaxrun.data.cache import publish
-from jaxrun.data.documents import DOCUMENT, Index
+from jaxrun.data.documents import DOCUMENT, Index, records
 from jaxrun.data.tokens import Segment, segment
+
+log = logging.getLogger("jaxrun")
 
 # llm.c, dev/data/data_common.py: 256 int32 (magic, version, tokens, unused …), then the tokens.
 # modded-nanogpt writes the first kind.
@@ -81,7 +85,7 @@ def _open(path: Path, token_dtype: str, number: int, documents: int, cache: Path
         raise ConfigError(f"{path}: is empty; a token file holds at least one sequence")
     if path.suffix == ".npy":
         return _npy(path, size, token_dtype, number=number, documents=documents, cache=cache)
-    if path.with_suffix(".idx").is_file():
+    if _has_megatron_index(path):
         return _megatron(path, size, documents)
     with open(path, "rb") as file:
         header = np.frombuffer(file.read(12), "<i4") if size >= _HEADER_BYTES else np.zeros(3, "<i4")
@@ -94,6 +98,17 @@ def _open(path: Path, token_dtype: str, number: int, documents: int, cache: Path
     if size != _HEADER_BYTES + int(header[2]) * np.dtype(code).itemsize:
         raise ConfigError(f"{path}: its header promises {header[2]} tokens, it has {num_tokens}; copy it again")
     return segment(path, code, num_tokens, offset=_HEADER_BYTES)
+
+
+def _has_megatron_index(path: Path) -> bool:
+    index = path.with_suffix(".idx")
+    if not index.is_file():
+        return False
+    with open(index, "rb") as file:
+        magic = file.read(len(_MEGATRON_MAGIC))
+    if magic != _MEGATRON_MAGIC:
+        log.warning("%s: is no Megatron index (it begins with %r), and is ignored", index, magic)
+    return magic == _MEGATRON_MAGIC
 
 
 def _headerless(path: Path, size: int, token_dtype: str) -> Segment:
@@ -111,8 +126,8 @@ def _megatron(path: Path, size: int, documents: int) -> Segment:
     index_bytes = index.stat().st_size
     with open(index, "rb") as file:
         data = file.read(_MEGATRON_HEADER.itemsize)
-        if len(data) < _MEGATRON_HEADER.itemsize or not data.startswith(_MEGATRON_MAGIC):
-            raise ConfigError(f"{index}: is no Megatron index (it begins with {data[:9]!r}); make it again with preprocess_data.py")  # fmt: skip
+        if len(data) < _MEGATRON_HEADER.itemsize:
+            raise ConfigError(f"{index}: ends in its header; make it again with preprocess_data.py")
         header = np.frombuffer(data, _MEGATRON_HEADER)[0]
         if header["version"] != 1:
             raise ConfigError(f"{index}: version {header['version']} of a Megatron index; known is 1")
@@ -131,7 +146,7 @@ def _megatron(path: Path, size: int, documents: int) -> Segment:
     if size != last_place + last_length * dtype.itemsize:
         raise ConfigError(f"{path}: has {size} bytes, {index.name} ends at {last_place + last_length * dtype.itemsize}; copy both again")  # fmt: skip
     found = Index(
-        "megatron", str(index), index_bytes, bounds - 1, offset=_MEGATRON_HEADER.itemsize + 4 * sequences,
+        "megatron", str(index), index_bytes, index.stat().st_mtime_ns, bounds - 1, offset=_MEGATRON_HEADER.itemsize + 4 * sequences,
         sequences=sequences, itemsize=dtype.itemsize, first_document=documents, tokens=str(path),
     )  # fmt: skip
     return segment(path, dtype.str, size // dtype.itemsize, index=found)
@@ -152,7 +167,7 @@ def _npy(path: Path, size: int, token_dtype: str, *, number: int, documents: int
                 raise ConfigError(f"{path}: its NumPy header cannot be read ({error}); copy it again") from None
             if len(shape) != 1 or dtype.kind not in "iu" or size != file.tell() + shape[0] * dtype.itemsize:
                 raise ConfigError(f"{path}: holds {dtype.str} {shape}, or not all of it; tokens are integers in one dimension")  # fmt: skip
-            found = segment(path, dtype.newbyteorder("<").str, shape[0], offset=file.tell())
+            found = segment(path, dtype.str, shape[0], offset=file.tell())
     bounds = path.with_name(path.name.removesuffix(".npy") + ".csv.gz")
     if bounds.is_file():
         return dataclasses.replace(found, index=_dolma_index(bounds, found, number, documents, cache))
@@ -161,11 +176,12 @@ def _npy(path: Path, size: int, token_dtype: str, *, number: int, documents: int
 
 def _dolma_index(path: Path, tokens: Segment, number: int, documents: int, cache: Path) -> Index:
     """dolma's `tokens` command writes start, end, id, source and line of each document, without a heading."""
-    key = xxhash.xxh3_128_hexdigest(f"{path.absolute()} {path.stat().st_size} {path.stat().st_mtime_ns} {number} {documents}".encode())  # fmt: skip
+    of_index = (str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns)
+    key = xxhash.xxh3_128_hexdigest(repr((*of_index, number, documents, tokens.num_tokens, tokens.dtype)).encode())
 
     def fill(folder: Path) -> None:
         end = 0
-        with gzip.open(path, "rt", newline="") as lines, open(folder / "documents", "wb") as out:
+        with gzip.open(path, "rt", encoding="utf-8", newline="") as lines, open(folder / "documents", "wb") as out:
             for line, row in enumerate(csv.reader(lines), start=1):
                 try:
                     start, after = int(row[0]), int(row[1])
@@ -178,6 +194,8 @@ def _dolma_index(path: Path, tokens: Segment, number: int, documents: int, cache
         if end != tokens.num_tokens:
             raise ConfigError(f"{path}: ends at token {end}, {tokens.path} has {tokens.num_tokens}; copy both again")
 
-    table = publish(cache / "indexes" / key, fill) / "documents"
-    size = table.stat().st_size
-    return Index("records", str(table), size, size // DOCUMENT.itemsize)
+    try:
+        table = publish(cache / "indexes" / key, fill) / "documents"
+    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); copy it again, or remove it") from None
+    return records(table)

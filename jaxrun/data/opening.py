@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from jaxrun.config import ConfigError, DataConfig
 from jaxrun.data import batches, deny, formats, mixture, shards, sources, stdlib_text, tokenizer
 from jaxrun.data.cache import cache_root
 from jaxrun.data.dataset import Dataset
-from jaxrun.data.documents import DOCUMENT, Index
+from jaxrun.data.documents import records
 from jaxrun.data.mixture import Mixture
 from jaxrun.data.token_cache import FORMAT, META, prepare
 from jaxrun.data.tokens import SCAN_BYTES, Segment, TokenStream, scan, segment, whole
@@ -66,19 +66,22 @@ def open_dataset(cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: int) -
 def open_eval_sets(
     cfg: DataConfig, training: Dataset | Mixture, *, seq_len: int, vocab_size: int
 ) -> dict[str | None, Dataset | Mixture]:
-    """Name -> what `data.eval_sets` asks for, in its held-out part.
+    """Name -> what `data.eval_sets` asks for, in its held-out part; all of it, if it marks none and is not trained on.
 
     Raises:
       ConfigError: as `open_dataset`, or it was made with another tokenizer than the training data.
     """
-    members: Mapping[str, Dataset] = {}
+    # What is trained on is evaluated in its held-out part, by whichever name.
+    members = training.members if isinstance(training, Mixture) else (training,)
+    trained_on: dict[str | Path, Dataset] = {_place(member.source): member for member in members}
     if isinstance(training, Mixture):
-        members = dict(zip(training.names, training.members, strict=True))
+        trained_on.update(zip(training.names, training.members, strict=True))
     opened: dict[str | None, Dataset | Mixture] = {}
     for wanted in cfg.eval_sets or ():
         where = f"config.data.eval_sets: {wanted.name}"
-        if wanted.source in members:
-            dataset = members[wanted.source]
+        found = trained_on.get(wanted.source, trained_on.get(_place(wanted.source)))
+        if found is not None:
+            dataset = found
         else:
             options = dataclasses.replace(cfg, source=wanted.source, eval_fraction=0.0, deny=None)
             try:
@@ -95,6 +98,10 @@ def open_eval_sets(
         # A file of ids means what the training data's ids mean.
         opened[wanted.name] = dataset if own is not None else dataclasses.replace(dataset, tokenizer=known)
     return opened
+
+
+def _place(source: str) -> Path:
+    return Path(source).expanduser().resolve()
 
 
 def _open_single(cfg: DataConfig, seq_len: int, vocab_size: int, seed: int) -> Dataset:
@@ -170,7 +177,12 @@ def _open_prepared(cfg: DataConfig, folder: Path, common: dict[str, Any]) -> Dat
     def stream(name: str) -> TokenStream:
         return whole(
             tuple(
-                segment(s.path, found.dtype, s.num_tokens, index=_records(s.path.with_suffix(".documents")))
+                segment(
+                    s.path,
+                    found.dtype,
+                    s.num_tokens,
+                    index=records(s.path.with_suffix(".documents"), s.documents_xxh3_128),
+                )
                 for s in found.splits[name]
             )
         )
@@ -233,8 +245,12 @@ def _with_document_mask(cfg: DataConfig, dataset: Dataset) -> Dataset:
             "config.data.separator_at) one, or set config.data.document_mask to false"
         )
     separator = cfg.separator_id if any(s.index is None for s in segments) else None
-    indexes = [None if s.index is None else (s.index.count, shards.ends_hash(Path(s.index.path))) for s in dataset.train.segments]  # fmt: skip
-    identity = [dataset.fingerprint, "document_mask", separator, cfg.separator_at, indexes]
+    indexes = [
+        s.index and (s.index.count, s.index.xxh3_128 or sources.content_hash(Path(s.index.path)))
+        for s in dataset.train.segments
+    ]
+    separator_at = None if separator is None else cfg.separator_at
+    identity = [dataset.fingerprint, "document_mask", separator, separator_at, indexes]
     return dataclasses.replace(
         dataset,
         document_mask=True,
@@ -244,17 +260,12 @@ def _with_document_mask(cfg: DataConfig, dataset: Dataset) -> Dataset:
     )
 
 
-def _records(path: Path) -> Index:
-    size = path.stat().st_size
-    return Index("records", str(path), size, size // DOCUMENT.itemsize)
-
-
 def _stream(folder: Path, name: str, meta: dict[str, Any]) -> TokenStream:
     path = folder / f"{name}.bin"
     num_tokens = meta["splits"][name]["num_tokens"]
     if path.stat().st_size != num_tokens * np.dtype(meta["dtype"]).itemsize:
         raise ConfigError(f"{folder}: the tokens in the cache are damaged; delete this folder to have them made again")
-    return whole((segment(path, meta["dtype"], num_tokens, index=_records(folder / f"{name}.documents")),))
+    return whole((segment(path, meta["dtype"], num_tokens, index=records(folder / f"{name}.documents")),))
 
 
 def _split_tail(stream: TokenStream, eval_fraction: float) -> tuple[TokenStream, TokenStream]:

@@ -25,7 +25,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import xxhash
@@ -37,7 +37,7 @@ from jaxrun import __version__
 from jaxrun.config import ConfigError
 from jaxrun.data import corpus, sources
 from jaxrun.data.corpus import EMPTY, PIECE_BYTES, Piece, Problem, Reader
-from jaxrun.data.hf_tokenizer import FileTokenizer, open_tokenizer, train_bpe
+from jaxrun.data.hf_tokenizer import END_OF_TEXT, LEAST_VOCAB, FileTokenizer, open_tokenizer, train_bpe
 from jaxrun.data.process import end_with_parent
 from jaxrun.data.shards import FORMAT, MANIFEST, PART, SKIPPED, TOKENIZER, Shards, read_manifest
 from jaxrun.data.tokenizer import SEPARATOR, ByteTokenizer
@@ -45,6 +45,7 @@ from jaxrun.data.tokenizer import SEPARATOR, ByteTokenizer
 log = logging.getLogger("jaxrun")
 
 _PROGRESS = "progress.json"
+_INPUTS = "inputs.jsonl"  # those that are done, until the manifest takes them
 _COMMIT_S = 5.0
 _LOG_S = 30.0
 # Small files go to a worker together, up to so many.
@@ -76,6 +77,9 @@ class Options:
     separator: str | None = None
     max_document_bytes: int = 1 << 26
     train_bytes: int = 1 << 28
+
+
+Stat = tuple[str, int, int]  # path, size in bytes and time of an input
 
 
 class Encoded(NamedTuple):
@@ -150,23 +154,31 @@ def prepare(inputs: Sequence[str], output: Path, options: Options, *, workers: i
       ConfigError: an input that cannot be read, or, with on_bad "fail", a bad document; or `output` holds something else.
     """
     _check(options, workers)
-    files = list(dict.fromkeys(p for source in inputs for p in sources.find_files(source, "prepare")))
-    key = _key(files, options)
+    files = _find(inputs, output)
+    stats = [(str(p.absolute()), (s := p.stat()).st_size, s.st_mtime_ns) for p in files]
+    key = _key(stats, options)
     if output.exists():
         return _done_already(output, key)
     draft = output.parent / f".{output.name}.partial"
-    draft.mkdir(parents=True, exist_ok=True)
+    try:
+        draft.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot be made ({error.strerror}); name another folder") from None
     with _locked(draft):
         if output.exists():  # another one has finished meanwhile
             return _done_already(output, key)
         before = _read_progress(draft)
-        if before and before["key"] != key:
+        # What is not read yet may still be mended; but a sample of all of it trains a tokenizer.
+        is_sampled = options.tokenizer.startswith("train:")
+        begun = _key(stats if is_sampled else [path for path, *_ in stats], options)
+        if before is not None and before.get("key") != begun:
             raise ConfigError(
                 f"{draft}: was begun with other inputs or options; give those again, or delete the folder"
             )
-        made = _tokenizer(draft, files, options, workers)
-        summary = _Work(draft, files, options, tokenizer=made, key=key, before=before).run(workers, progress)
-        for path in (draft / _PROGRESS, draft / "lock"):
+        made = _tokenizer(draft, files, options)
+        work = _Work(draft, files, stats, options, tokenizer=made, begun=begun, key=key, before=before)
+        summary = work.run(workers, progress)
+        for path in (draft / _PROGRESS, draft / _INPUTS, draft / "lock"):
             path.unlink(missing_ok=True)
         _sync(draft)
         draft.rename(output)
@@ -180,6 +192,8 @@ def _check(o: Options, workers: int) -> None:
         raise ConfigError(
             f"--tokenizer {o.tokenizer}: write train: and the size of the vocabulary, such as train:32000"
         )
+    if vocab != o.tokenizer and int(vocab) < LEAST_VOCAB:
+        raise ConfigError(f"--tokenizer {o.tokenizer}: 256 bytes and {END_OF_TEXT} are 257; ask for that or more")
     if o.tokenizer == "bytes" and o.separator not in (None, "none") and (len(o.separator) != 1 or ord(o.separator) > 127):  # type: ignore[arg-type]  # fmt: skip
         raise ConfigError(f"--separator {o.separator}: with bytes it is one ASCII character, or none")
     if not 0 <= o.val_fraction < 1:
@@ -195,16 +209,16 @@ class _Work:
     """Where the work stands, and how it goes on."""
 
     def __init__(
-        self, draft: Path, files: Sequence[Path], options: Options, *, tokenizer: FileTokenizer | ByteTokenizer, key: str,
-        before: dict[str, Any] | None,
+        self, draft: Path, files: Sequence[Path], stats: Sequence[Stat], options: Options, *,
+        tokenizer: FileTokenizer | ByteTokenizer, begun: str, key: str, before: dict[str, Any] | None,
     ):  # fmt: skip
-        self._draft, self._files, self._options, self._key = draft, files, options, key
+        self._draft, self._files, self._options, self._begun, self._key = draft, files, options, begun, key
+        self._stats, self._seen, self._num_seen = stats, xxhash.xxh3_128(), 0
         self._tokenizer = tokenizer
-        is_bytes = isinstance(tokenizer, ByteTokenizer)
-        if is_bytes:
+        if isinstance(tokenizer, ByteTokenizer):
             self._separator = None if options.separator == "none" else ord(options.separator or SEPARATOR)
         else:
-            self._separator = tokenizer.separator(options.separator)  # type: ignore[union-attr]
+            self._separator = tokenizer.separator(options.separator)
         self._dtype = np.dtype(np.min_scalar_type(tokenizer.vocab_size - 1)).newbyteorder("<")
         s = before or {}
         self._position = s.get("position", {"file": 0, "start": 0, "lines": 0, "content": ""})
@@ -214,15 +228,18 @@ class _Work:
         self._held_out: bool = s.get("held_out", False)
         self._is_open: bool = s.get("is_open", False)
         self._skipped: dict[str, int] = s.get("skipped", {})
-        self._inputs: list[dict[str, Any]] = s.get("inputs", [])
+        if before is not None and self._seen_hash() != s.get("seen"):
+            raise ConfigError(
+                f"{draft}: some of what it has read has changed since; put that back, or delete the folder"
+            )
         self._splits = {
             name: Shards(draft, name, self._dtype, options.shard_tokens, s.get("splits", {}).get(name))
             for name in ("train", "val")
         }
-        self._list = open(draft / SKIPPED, "ab")  # noqa: SIM115 (closed at the end of the work)
-        self._list.truncate(s.get("skipped_bytes", 0))
-        self._list.seek(0, 2)
-        if before:
+        self._list = _open_list(draft / SKIPPED, s.get("skipped_bytes", 0))
+        self._inputs = _open_list(draft / _INPUTS, s.get("inputs_bytes", 0))
+        self._is_new = before is None
+        if before is not None:
             log.info("%s: goes on after %s documents", draft, f"{self._documents:,}")
 
     def run(self, workers: int, progress: bool) -> str:
@@ -234,6 +251,8 @@ class _Work:
         committed = time.monotonic()
         shards = self._num_shards()
         try:
+            if self._is_new:
+                self._commit()
             with _Bar(sum(path.stat().st_size for path in self._files), self._disk_bytes, progress) as bar:
                 for item, encoded in in_order(encoder, items(pieces), workers):
                     self._take(item, encoded)
@@ -245,6 +264,7 @@ class _Work:
             return self._finish()
         finally:
             self._list.close()
+            self._inputs.close()
             for split in self._splits.values():
                 split.abandon()
 
@@ -301,19 +321,29 @@ class _Work:
         self._position = {"file": piece.file, "start": piece.end, "lines": at["lines"] + lines, "content": content}
         if piece.is_last:
             path = Path(piece.path)
-            self._inputs.append({"path": str(path.absolute()), "size_bytes": path.stat().st_size, "pieces_xxh3_128": content})  # fmt: skip
+            line = {"path": str(path.absolute()), "size_bytes": path.stat().st_size, "pieces_xxh3_128": content}
+            self._inputs.write(json.dumps(line).encode() + b"\n")
             self._position = {"file": piece.file + 1, "start": 0, "lines": 0, "content": ""}
 
     def _commit(self) -> None:
         splits = {name: split.commit() for name, split in self._splits.items()}
-        self._list.flush()
-        os.fsync(self._list.fileno())
+        for file in (self._list, self._inputs):
+            file.flush()
+            os.fsync(file.fileno())
         state = {
-            "key": self._key, "position": self._position, "documents": self._documents, "text_bytes": self._text_bytes,
+            "key": self._begun, "seen": self._seen_hash(), "position": self._position, "documents": self._documents, "text_bytes": self._text_bytes,
             "disk_bytes": self._disk_bytes, "held_out": self._held_out, "is_open": self._is_open, "skipped": self._skipped,
-            "skipped_bytes": self._list.tell(), "inputs": self._inputs, "splits": splits,
+            "skipped_bytes": self._list.tell(), "inputs_bytes": self._inputs.tell(), "splits": splits,
         }  # fmt: skip
         _write(self._draft / _PROGRESS, json.dumps(state))
+
+    def _seen_hash(self) -> str:
+        """Of the names, sizes and times of the inputs that were begun."""
+        count = self._position["file"] + (self._position["start"] > 0)
+        for stat in self._stats[self._num_seen : count]:
+            self._seen.update(json.dumps(stat).encode())
+        self._num_seen = count
+        return self._seen.hexdigest()
 
     def _finish(self) -> str:
         splits = {}
@@ -326,6 +356,7 @@ class _Work:
             }
         self._list.flush()
         os.fsync(self._list.fileno())
+        self._inputs.flush()
         tokens = sum(split["num_tokens"] for split in splits.values())
         bad = sum(self._skipped.values())
         told = ", ".join(f"{n:,} {reason}" for reason, n in sorted(self._skipped.items()))
@@ -347,7 +378,7 @@ class _Work:
             "skipped": dict(sorted(self._skipped.items())),
             "options": {k: v for k, v in asdict(self._options).items() if k != "on_bad"},
             "splits": splits,
-            "inputs": self._inputs,
+            "inputs": [json.loads(line) for line in (self._draft / _INPUTS).read_bytes().splitlines()],
             "key": self._key,
             "jaxrun": __version__,
         }
@@ -440,7 +471,7 @@ def _encode(item: Sequence[Piece]) -> Encoded:
     return _encoder(item)
 
 
-def _tokenizer(draft: Path, files: Sequence[Path], options: Options, workers: int) -> FileTokenizer | ByteTokenizer:
+def _tokenizer(draft: Path, files: Sequence[Path], options: Options) -> FileTokenizer | ByteTokenizer:
     """The tokenizer; its file is copied, or trained, into the draft."""
     if options.tokenizer == "bytes":
         return ByteTokenizer()
@@ -472,13 +503,22 @@ def _sample(files: Sequence[Path], options: Options) -> Iterator[str]:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def _key(files: Sequence[Path], options: Options) -> str:
+def _find(inputs: Sequence[str], output: Path) -> list[Path]:
+    """The files of all inputs, each once; without what lies in the output, which may be in a folder of them."""
+    found = dict.fromkeys(p for source in inputs for p in sources.find_files(source, "prepare"))
+    own = Path(os.path.abspath(output))
+    files = [p for p in found if own not in Path(os.path.abspath(p)).parents]
+    if not files:
+        raise ConfigError(f"--output {output}: holds all inputs; name a folder beside them")
+    return files
+
+
+def _key(inputs: Sequence[Stat] | Sequence[str], options: Options) -> str:
     """Of everything that fixes the output."""
-    stats = [(str(p.absolute()), (s := p.stat()).st_size, s.st_mtime_ns) for p in files]
     fixed = {k: v for k, v in asdict(options).items() if k != "on_bad"}
     if options.tokenizer != "bytes" and not options.tokenizer.startswith("train:"):
         fixed["tokenizer"] = open_tokenizer(Path(options.tokenizer)).xxh3_128
-    return xxhash.xxh3_128_hexdigest(json.dumps([FORMAT, PIECE_BYTES, stats, fixed]).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps([FORMAT, PIECE_BYTES, inputs, fixed]).encode())
 
 
 def _done_already(output: Path, key: str) -> str:
@@ -488,14 +528,27 @@ def _done_already(output: Path, key: str) -> str:
 
 
 def _read_progress(draft: Path) -> dict[str, Any] | None:
+    path = draft / _PROGRESS
     try:
-        state: dict[str, Any] = json.loads((draft / _PROGRESS).read_text())
+        state = json.loads(path.read_text())
     except FileNotFoundError:
-        for path in draft.iterdir():  # of a start that got nowhere
-            if path.name not in ("lock", TOKENIZER):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for left in draft.iterdir():  # by a start that got nowhere: its tokenizer, too, may be another
+            if left.name != "lock":
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
         return None
+    except ValueError as error:
+        raise ConfigError(f"{path}: is damaged ({error}); delete {draft} to start anew") from None
+    if not isinstance(state, dict):
+        raise ConfigError(f"{path}: is damaged (no object); delete {draft} to start anew")
     return state
+
+
+def _open_list(path: Path, size: int) -> BinaryIO:
+    """A file of lines to append to, cut to its first `size` bytes."""
+    file = open(path, "ab")  # noqa: SIM115 (closed at the end of the work)
+    file.truncate(size)
+    file.seek(0, 2)
+    return file
 
 
 def _write(path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ skipped.jsonl, and the tokenizer's own file if it has one.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -19,9 +20,11 @@ from numpy.typing import NDArray
 from jaxrun.config import ConfigError
 from jaxrun.data.documents import DOCUMENT
 from jaxrun.data.hf_tokenizer import open_tokenizer
+from jaxrun.data.sources import content_hash
 from jaxrun.data.tokenizer import ByteTokenizer, Tokenizer
 
-FORMAT = "jaxrun-tokens-1"
+_FORMATS = "jaxrun-tokens-"
+FORMAT = _FORMATS + "1"
 MANIFEST, TOKENIZER, SKIPPED = "manifest.json", "tokenizer.json", "skipped.jsonl"
 # A document, or the next of its tokens.
 PART = np.dtype([("num_tokens", "<i8"), ("document", "<i8"), ("offset", "<i8"), ("file", "<i8"), ("begins", "?")])
@@ -139,7 +142,7 @@ class Shards:
                 "num_documents": self.num_documents,
                 "xxh3_128": self._hasher.hexdigest(),
                 "ends_xxh3_128": ends_hash(tokens),
-                "documents_xxh3_128": xxhash.xxh3_128_hexdigest(documents.read_bytes()),
+                "documents_xxh3_128": content_hash(documents),
                 "num_records": self._num_records,
             }
         )
@@ -159,6 +162,7 @@ class Shard(NamedTuple):
     num_tokens: int
     num_records: int
     xxh3_128: str
+    documents_xxh3_128: str
 
 
 class Prepared(NamedTuple):
@@ -173,7 +177,15 @@ class Prepared(NamedTuple):
 
 
 def is_prepared(folder: Path) -> bool:
-    return folder.is_dir() and (folder / MANIFEST).is_file()
+    """Whether a folder has a manifest of tokens, sound or damaged; what else is called so is a file like any other."""
+    path = folder / MANIFEST
+    if not (folder.is_dir() and path.is_file()):
+        return False
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        return any(folder.glob("*.documents"))
+    return isinstance(found, dict) and str(found.get("format", "")).startswith(_FORMATS)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -195,13 +207,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def open_prepared(folder: Path, *, read_all_up_to: int) -> Prepared:
     """The shards of a prepared folder, after a check that they are what the manifest says.
 
-    Sizes are compared always, and the whole content if all of it is at most `read_all_up_to` bytes; else 64 KiB at each
-    end of each shard.
+    Sizes and indexes are compared always, and all the tokens if they are at most `read_all_up_to` bytes; else 64 KiB at
+    each end of each shard.
 
     Raises:
-      ConfigError: a shard is gone, or not what it was; the first one is named.
+      ConfigError: a shard is gone, or not what it was; the first one is named. Or the manifest lacks something.
     """
     manifest = read_manifest(folder)
+    try:
+        return _checked(folder, manifest, read_all_up_to)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        problem = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{folder / MANIFEST}: is damaged ({problem}); copy it again, or prepare it again") from None
+
+
+def _checked(folder: Path, manifest: dict[str, Any], read_all_up_to: int) -> Prepared:
     item = np.dtype(manifest["dtype"]).itemsize
     total = sum(s["num_tokens"] for shards in manifest["splits"].values() for s in shards["shards"]) * item
     splits = {}
@@ -212,18 +234,21 @@ def open_prepared(folder: Path, *, read_all_up_to: int) -> Prepared:
             documents = path.with_suffix(".documents")
             for file, size in ((path, s["num_tokens"] * item), (documents, s["num_records"] * DOCUMENT.itemsize)):
                 _check_size(file, size)
-            sound = (
-                _content(path) == s["xxh3_128"] if total <= read_all_up_to else ends_hash(path) == s["ends_xxh3_128"]
-            ) and (total > read_all_up_to or _content(documents) == s["documents_xxh3_128"])
-            if not sound:
-                raise ConfigError(f"{path}: is not what {MANIFEST} says; copy the folder again, or prepare it again")
-            shards.append(Shard(path, s["num_tokens"], s["num_records"], s["xxh3_128"]))
+            whole = total <= read_all_up_to
+            is_sound = content_hash(path) == s["xxh3_128"] if whole else ends_hash(path) == s["ends_xxh3_128"]
+            for file, sound in ((path, is_sound), (documents, content_hash(documents) == s["documents_xxh3_128"])):
+                if not sound:
+                    raise ConfigError(
+                        f"{file}: is not what {MANIFEST} says; copy the folder again, or prepare it again"
+                    )
+            shards.append(Shard(path, s["num_tokens"], s["num_records"], s["xxh3_128"], s["documents_xxh3_128"]))
         splits[name] = tuple(shards)
-    made: Tokenizer = ByteTokenizer()
+    made: Tokenizer = ByteTokenizer(manifest["separator"])
     if manifest["tokenizer"]["kind"] != "bytes":
-        made = open_tokenizer(folder / TOKENIZER)
-        if made.spec["xxh3_128"] != manifest["tokenizer"]["xxh3_128"]:
+        opened = open_tokenizer(folder / TOKENIZER)
+        if opened.xxh3_128 != manifest["tokenizer"]["xxh3_128"]:
             raise ConfigError(f"{folder / TOKENIZER}: is not the tokenizer that made these tokens; put back the one that did")  # fmt: skip
+        made = dataclasses.replace(opened, separator_id=manifest["separator"])
     files = tuple(entry["path"] for entry in manifest["inputs"])
     return Prepared(folder, manifest["dtype"], made, manifest["separator"], files, splits)
 
@@ -235,11 +260,3 @@ def _check_size(path: Path, size: int) -> None:
         raise ConfigError(f"{path}: cannot be opened ({error.strerror}); {MANIFEST} lists it, put it back") from None
     if found != size:
         raise ConfigError(f"{path}: has {found:,} bytes, {MANIFEST} says {size:,}; copy it again")
-
-
-def _content(path: Path) -> str:
-    hasher = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            hasher.update(block)
-    return hasher.hexdigest()

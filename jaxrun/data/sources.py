@@ -18,6 +18,8 @@ import zstandard
 from jaxrun.config import ConfigError
 
 _BLOCK_BYTES = 128 * 1024
+# Four bytes of zstd can be 128 KiB of text: of so many come 128 MiB at the most.
+_ZSTD_BLOCK_BYTES = 4096
 
 
 class Document(NamedTuple):
@@ -190,15 +192,15 @@ def unpacked(path: Path, progress: _Tell | None = None) -> Iterator[bytes]:
         ) from None
 
 
-def _blocks(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
-    while block := file.read(_BLOCK_BYTES):
+def _blocks(file: BinaryIO | gzip.GzipFile, size: int = _BLOCK_BYTES) -> Iterator[bytes]:
+    while block := file.read(size):
         yield block
 
 
 def _unzstd(file: BinaryIO) -> Iterator[bytes]:
     """Frames one after another. zstandard's own stream reader takes a cut file for a complete one."""
     frame = None
-    for block in _blocks(file):
+    for block in _blocks(file, _ZSTD_BLOCK_BYTES):
         while block:
             frame = frame or zstandard.ZstdDecompressor().decompressobj()
             yield frame.decompress(block)

@@ -35,13 +35,15 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self) -> NDArray[np.float32]:
-        """How many UTF-8 bytes of text each id stands for [V]."""
+        """How many UTF-8 bytes of text each id stands for [V]; what separates documents is no text, and has none."""
         ...
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """The bytes of UTF-8: 256 ids, nothing is out of vocabulary."""
+    """The bytes of UTF-8: 256 ids, nothing is out of vocabulary. `separator_id`: the byte that ends a document, if any does."""
+
+    separator_id: int | None = ord(SEPARATOR)
 
     @property
     def vocab_size(self) -> int:
@@ -60,7 +62,10 @@ class ByteTokenizer:
         return known.astype(np.uint8).tobytes().decode(errors="replace")
 
     def token_bytes(self) -> NDArray[np.float32]:
-        return np.ones(256, np.float32)
+        counts_V = np.ones(256, np.float32)
+        if self.separator_id is not None:
+            counts_V[self.separator_id] = 0
+        return counts_V
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ class CharTokenizer:
         return "".join(self.characters[i] if 0 <= i < self.vocab_size else "\ufffd" for i in np.asarray(ids).tolist())
 
     def token_bytes(self) -> NDArray[np.float32]:
-        return np.array([len(c.encode()) for c in self.characters], np.float32)
+        return np.array([0 if c == SEPARATOR else len(c.encode()) for c in self.characters], np.float32)
 
     @functools.cached_property
     def _points_V(self) -> NDArray[np.uint32]:

@@ -53,8 +53,7 @@ def patiently(read: Callable[[], Result], path: str) -> Result:
 
 @dataclass(frozen=True)
 class Segment:
-    """`num_tokens` little-endian integers of a file, from byte `offset` on. Holds no open file, so it
-    pickles.
+    """`num_tokens` integers of a file, from byte `offset` on. Holds no open file, so it pickles.
 
     size_bytes, mtime_ns: of the file when it was opened; None: not looked at. index: of its documents, if it has one.
     """
@@ -181,7 +180,10 @@ def scan(segments: tuple[Segment, ...], vocab_size: int, scan_bytes: int = SCAN_
     hasher = xxhash.xxh3_128()
     largest, where = -1, ""
     for segment in segments:
-        hasher.update(f"{segment.dtype} {segment.num_tokens}\n".encode())
+        # The sign is no part of the content: the same file without its Megatron index is the same data.
+        is_megatron = segment.index is not None and segment.index.layout == "megatron"
+        code = segment.dtype.replace("i", "u") if is_megatron else segment.dtype
+        hasher.update(f"{code} {segment.num_tokens}\n".encode())
         block = _BLOCK_BYTES // np.dtype(segment.dtype).itemsize
         starts = range(0, segment.num_tokens, block)
         for n, start in enumerate(starts):

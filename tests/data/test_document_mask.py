@@ -85,6 +85,17 @@ def test_token_files_without_an_index_need_a_separator(open_data: Opener, token_
         open_data(token_file, vocab_size=1000, document_mask=True)
 
 
+def test_where_a_separator_would_stand_is_no_matter_without_one(
+    open_data: Opener, lines: Path, token_file: Path
+) -> None:
+    def fingerprints(source: Path, **options: Any) -> set[str]:
+        call = {"vocab_size": 1000, "document_mask": True, **options}
+        return {open_data(source, separator_at=at, **call).fingerprint for at in ("start", "end")}
+
+    assert len(fingerprints(lines)) == 1
+    assert len(fingerprints(token_file, separator_id=0)) == 2
+
+
 def test_denied_documents_keep_their_segments(open_data: Opener, lines: Path) -> None:
     masked = open_data(lines, seq_len=32, eval_fraction=0.0, document_mask=True)
     name = f"{lines}@{masked.provenance(0, 0, 1)[0].offset}"

@@ -80,11 +80,10 @@ def test_a_megatron_index_that_does_not_fit_is_refused(open_data: Opener, tmp_pa
     index = tmp_path / "a.idx"
     sound = index.read_bytes()
     for data, message in (
-        (b"TNTIDX\0\0" + sound[8:], "is no Megatron index"),
         (sound[:9] + struct.pack("<Q", 2) + sound[17:], "version 2 of a Megatron index"),
         (sound[:17] + b"\x07" + sound[18:], "type code 7"),
         (sound[:-1], "do not fit its 8 sequences"),
-        (sound[:20], "is no Megatron index"),
+        (sound[:20], "ends in its header"),
     ):
         index.write_bytes(data)
         with pytest.raises(ConfigError, match=message) as error:
@@ -94,6 +93,20 @@ def test_a_megatron_index_that_does_not_fit_is_refused(open_data: Opener, tmp_pa
     tokens[:-1].tofile(path)
     with pytest.raises(ConfigError, match=r"a.bin: has 272 bytes, a.idx ends at 276"):
         open_data(path)
+
+
+def test_an_index_makes_no_other_data_and_what_is_none_is_ignored(
+    open_data: Opener, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = megatron(tmp_path / "a", np.arange(sum(LENGTHS)).astype("<i4"), LENGTHS, DOCUMENTS, 4)
+    own = open_data(path).fingerprint
+    write(tmp_path / "a.idx", b"a file of another program")
+    ignored = open_data(path, token_dtype="uint32")
+    assert f"{tmp_path / 'a.idx'}: is no Megatron index" in caplog.text
+    (tmp_path / "a.idx").unlink()
+    plain = open_data(path, token_dtype="uint32")
+    assert plain.fingerprint == ignored.fingerprint == own
+    assert plain.train[:5].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_negative_ids_are_refused(open_data: Opener, tmp_path: Path) -> None:
@@ -125,6 +138,11 @@ def test_olmo_is_read_without_a_header_and_numpy_with_one(open_data: Opener, tmp
     assert np.asarray(open_data(path, eval_fraction=0.0, token_dtype=option).train).tolist() == tokens.tolist()
     np.save(tmp_path / "real.npy", tokens)
     assert np.asarray(open_data(tmp_path / "real.npy", eval_fraction=0.0).train).tolist() == tokens.tolist()
+    np.save(tmp_path / "big_endian.npy", tokens.astype(dtype.replace("<", ">")))
+    swapped = open_data(tmp_path / "big_endian.npy", eval_fraction=0.0)
+    np.testing.assert_array_equal(swapped.train[:], tokens)
+    assert swapped.rows(0, [0], 1).inputs.dtype == np.int32
+    np.testing.assert_array_equal(swapped.rows(3, range(2), 2).targets, open_data(tmp_path / "real.npy", eval_fraction=0.0).rows(3, range(2), 2).targets)  # fmt: skip
     np.save(tmp_path / "two.npy", tokens.reshape(2, 100))
     with pytest.raises(ConfigError, match="tokens are integers in one dimension"):
         open_data(tmp_path / "two.npy")
@@ -152,6 +170,33 @@ def test_olmo_s_bounds_of_documents_are_read(open_data: Opener, tmp_path: Path) 
     write_bounds([bounds[0], bounds[2]])
     with pytest.raises(ConfigError, match=r"part-0.csv.gz:2: tokens 18 to 41 do not follow 17"):
         open_data(tmp_path / "in")
+
+
+def test_kept_bounds_are_those_of_the_tokens_beside_them(open_data: Opener, tmp_path: Path) -> None:
+    path = write(tmp_path / "p.npy", np.arange(60).astype("<u2").tobytes())
+    write(tmp_path / "p.csv.gz", "0,20\n20,60\n")
+    assert open_data(path).train.segments[0].index.count == 2  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="tokens 20 to 60 do not follow 20"):
+        open_data(path, token_dtype="uint32", vocab_size=2**31 - 1)
+    write(path, np.arange(80).astype("<u2").tobytes())
+    with pytest.raises(ConfigError, match=r"p.csv.gz: ends at token 60, .*p.npy has 80"):
+        open_data(path)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        gzip.compress(b"0,20\n20,60\n")[:-9], b"0,20\n20,60\n", gzip.compress(b"0,20,\xff\n20,60\n"),
+        gzip.compress(b"0,20," + b"x" * 200_000 + b"\n20,60\n"),
+    ],
+    ids=["cut", "not packed", "not UTF-8", "a field without an end"],
+)  # fmt: skip
+def test_damaged_bounds_are_named_in_a_line(open_data: Opener, tmp_path: Path, data: bytes) -> None:
+    path = write(tmp_path / "p.npy", np.arange(60).astype("<u2").tobytes())
+    (tmp_path / "p.csv.gz").write_bytes(data)
+    with pytest.raises(ConfigError, match=r"p.csv.gz: cannot be read \(") as error:
+        open_data(path)
+    assert "\n" not in str(error.value)
 
 
 def test_nanogpt_s_folder_is_read_with_its_meta_file(open_data: Opener, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -188,16 +189,30 @@ def test_each_held_out_sequence_is_evaluated_once_the_sources_in_turn(folder: Pa
 
 
 def test_evaluation_sets_are_members_or_sources_of_their_own(folder: Path) -> None:
-    sets = (EvalSetConfig(name="b-held", source="b"), EvalSetConfig(name="all-of-c", source=str(folder / "c.bin")))
+    np.arange(61).astype("<u2").tofile(folder / "d.bin")
+    again = str(folder / ".." / folder.name / "b.bin")
+    named = {"b-held": "b", "b-again": again, "all-of-d": str(folder / "d.bin")}
+    sets = tuple(EvalSetConfig(name=name, source=source) for name, source in named.items())
     dataset = opened(folder, *SPECS[0], eval_sets=sets)
     cfg = DataConfig(eval_sets=sets, cache_dir=str(folder / "cache"))
     found = open_eval_sets(cfg, dataset, seq_len=10, vocab_size=3000)
-    assert list(found) == ["b-held", "all-of-c"]
-    assert found["b-held"].eval_rows(0, [0], 1).inputs[0, 0] == 1261
-    assert found["all-of-c"].num_eval_sequences == 6
+    assert list(found) == list(named)
+    for name in ("b-held", "b-again"):  # what is trained on is never what it is evaluated on
+        assert found[name].eval_rows(0, [0], 1).inputs[0, 0] == 1261
+    assert found["all-of-d"].num_eval_sequences == 6
     bad = DataConfig(eval_sets=(EvalSetConfig(name="none", source=str(folder / "none")),))
     with pytest.raises(ConfigError, match=r"data.eval_sets: none: .*does not exist"):
         open_eval_sets(bad, dataset, seq_len=10, vocab_size=3000)
+
+
+def test_an_evaluation_set_that_is_the_training_source_is_its_held_out_part(folder: Path) -> None:
+    source = str(folder / "a.bin")
+    cfg = DataConfig(source=source, eval_fraction=0.1, eval_sets=(EvalSetConfig(name="same", source=source),))
+    dataset = open_dataset(cfg, seq_len=10, vocab_size=3000, seed=0)
+    assert open_eval_sets(cfg, dataset, seq_len=10, vocab_size=3000)["same"].eval_rows(0, [0], 1).inputs[0, 0] == 630
+    whole = open_dataset(dataclasses.replace(cfg, eval_fraction=0.0), seq_len=10, vocab_size=3000, seed=0)
+    with pytest.raises(ConfigError, match=r"same: .* has no held-out tokens"):
+        open_eval_sets(cfg, whole, seq_len=10, vocab_size=3000)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxrun import cli
 from jaxrun.config import ConfigError
@@ -205,6 +206,42 @@ def test_bad_files_and_rows_are_named(tmp_path: Path, small_pieces: None) -> Non
     assert first <= 8000 < end < first + 7000
 
 
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".tar.zst"])
+def test_of_a_binary_file_all_is_left_out_and_listed_once(tmp_path: Path, small_pieces: None, suffix: str) -> None:
+    path = write(tmp_path / f"in/a{suffix}", "".join(TEXTS).encode("utf-16-le") + POEM.encode() * 99)
+    write(tmp_path / "in/b.txt", POEM)
+    run([tmp_path / "in"], tmp_path / "out", on_bad="skip")
+    assert [(Path(key[1]).name, text) for key, text in documents(tmp_path / "out")] == [("b.txt", POEM)]
+    (line,) = map(json.loads, (tmp_path / "out/skipped.jsonl").read_text().splitlines())
+    assert (line["file"], line["line"], line["reason"]) == (str(path), 1, "binary")
+    (tmp_path / "in/b.txt").unlink()
+    with pytest.raises(ConfigError, match=r"without any text \(1 binary\)"):
+        run([tmp_path / "in"], tmp_path / "none", on_bad="skip")
+
+
+def test_damage_in_a_row_group_is_named_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [f"words {n} " * 20 for n in range(400)]})
+    pyarrow.parquet.write_table(table, path, row_group_size=200, use_dictionary=False, compression="none")
+    sound = path.read_bytes()
+    start = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+
+    def refusal(place: int) -> str:
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ 0xFF]) + sound[place + 1 :])
+        try:
+            run([path], tmp_path / f"out{place}", on_bad="skip")
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    refusals = [said for place in range(start, start + 30, 3) if (said := refusal(place))]
+    assert len(refusals) > 3
+    assert all(str(path) in said and "\n" not in said for said in refusals)
+    path.write_bytes(sound[: start + 1] + b"\xff" * 20 + sound[start + 21 :])
+    with pytest.raises(ConfigError, match="row groups 0 to 1 cannot be read"):
+        run([path], tmp_path / "out", on_bad="skip")
+
+
 # -- killed, and started again ----------------------------------------------------------------------------------------
 
 _KILLED = """
@@ -254,6 +291,79 @@ def test_killed_it_goes_on_from_where_it_was(tmp_path: Path, small_pieces: None,
     assert "is complete already" in run([source], out, **options)
     with pytest.raises(ConfigError, match="exists and holds something else"):
         run([source], out, **{**options, "shard_tokens": 1999})
+
+
+def test_a_start_that_failed_leaves_no_tokenizer_behind(tmp_path: Path, bpe: Path) -> None:
+    path = write(tmp_path / "a.jsonl", jsonl(TEXTS[:3]) + "broken\n")
+    train_bpe([POEM], 300, tmp_path / "other.json")
+    draft = tmp_path / ".out.partial"
+    for first in (str(bpe), "train:400"):
+        with pytest.raises(ConfigError, match=r"a.jsonl:4: "):
+            run([path], tmp_path / "out", tokenizer=first)
+        assert (draft / "progress.json").exists()
+        with pytest.raises(ConfigError, match="was begun with other inputs or options"):
+            run([path], tmp_path / "out", tokenizer=str(tmp_path / "other.json"), on_bad="skip")
+        (draft / "progress.json").unlink()  # as a kill would have it while the tokenizer is made
+        run([path], tmp_path / "out", tokenizer=str(tmp_path / "other.json"), on_bad="skip")
+        assert (tmp_path / "out/tokenizer.json").read_bytes() == (tmp_path / "other.json").read_bytes()
+        assert [text for _, text in documents(tmp_path / "out")] == TEXTS[:3]
+        (tmp_path / "out").rename(tmp_path / f"done-{first[:5].strip('/')}")
+
+
+def test_what_is_not_read_yet_may_be_mended(
+    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "_COMMIT_S", 0.0)
+    first = write(tmp_path / "in/a.jsonl", jsonl(TEXTS[:40]))
+    second = write(tmp_path / "in/b.jsonl", "broken\n" + jsonl(TEXTS[40:80]))
+    with pytest.raises(ConfigError, match=r"b.jsonl:1: "):
+        run([tmp_path / "in"], tmp_path / "out")
+    write(second, jsonl(TEXTS[40:50]))
+    before = first.stat()
+    write(first, first.read_bytes() + b"\n")
+    with pytest.raises(ConfigError, match="some of what it has read has changed since"):
+        run([tmp_path / "in"], tmp_path / "out")
+    write(first, first.read_bytes()[:-1])
+    os.utime(first, ns=(before.st_atime_ns, before.st_mtime_ns))
+    run([tmp_path / "in"], tmp_path / "out")
+    assert [text for _, text in documents(tmp_path / "out")] == TEXTS[:50]
+    inputs = json.loads((tmp_path / "out/manifest.json").read_text())["inputs"]
+    assert [(x["path"], x["size_bytes"]) for x in inputs] == [(str(p), p.stat().st_size) for p in (first, second)]
+    assert "is complete already" in run([tmp_path / "in"], tmp_path / "out")
+
+
+def test_what_it_notes_does_not_grow_with_the_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in range(200):
+        write(tmp_path / f"in/{n:03}.txt", POEM)
+    write(tmp_path / "in/z.txt", b"caf\xe9")
+    monkeypatch.setattr(prepare, "_ITEM_FILES", 20)
+    monkeypatch.setattr(prepare, "_COMMIT_S", 0.0)
+    with pytest.raises(ConfigError, match=r"z.txt:1: "):
+        run([tmp_path / "in"], tmp_path / "out")
+    assert (tmp_path / ".out.partial/progress.json").stat().st_size < 2000
+    write(tmp_path / "in/z.txt", "café")
+    run([tmp_path / "in"], tmp_path / "out")
+    assert len(json.loads((tmp_path / "out/manifest.json").read_text())["inputs"]) == 201
+
+
+def test_a_damaged_note_of_progress_and_an_impossible_output_are_named(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.txt", POEM)
+    note = write(tmp_path / ".out.partial/progress.json", '{"key": ')
+    for data in ('{"key": ', "[]"):
+        note.write_text(data)
+        with pytest.raises(ConfigError, match=r"progress.json: is damaged \(.*\); delete"):
+            run([source], tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"--output .*a.txt/x: cannot be made \(Not a directory\)"):
+        run([source], source / "x")
+
+
+def test_an_output_among_the_inputs_is_none_of_them(tmp_path: Path) -> None:
+    write(tmp_path / "in/a.txt", POEM)
+    run([tmp_path / "in"], tmp_path / "in/out")
+    assert "is complete already" in run([tmp_path / "in"], tmp_path / "in/out")
+    assert [text for _, text in documents(tmp_path / "in/out")] == [POEM]
+    with pytest.raises(ConfigError, match="holds all inputs"):
+        run([tmp_path / "in/out"], tmp_path / "in/out")
 
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
@@ -310,7 +420,7 @@ def test_a_trained_bpe_is_the_same_every_time_and_loses_nothing(tmp_path: Path, 
 
 
 def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path, bpe: Path) -> None:
-    source = [write(tmp_path / "a.txt", POEM)]
+    source, is_begun = [write(tmp_path / "a.txt", POEM)], False
     for options, message in (
         ({"tokenizer": str(tmp_path / "none.json")}, "cannot be read"),
         ({"tokenizer": str(write(tmp_path / "bad.json", "{}"))}, "is no tokenizer.json"),
@@ -325,6 +435,51 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path: Path, bpe: Path) -
             run(source, tmp_path / "out", **options)
         assert "\n" not in str(error.value)
         assert not (tmp_path / "out").exists()
+        is_begun = is_begun or options.get("separator") == "<nope>"  # known when the tokenizer is open
+        assert (tmp_path / ".out.partial").exists() == is_begun
+
+
+def saved(tokenizer: Tokenizer, path: Path) -> Path:
+    tokenizer.save(str(path))
+    return path
+
+
+def test_a_tokenizer_that_would_drop_text_is_refused(tmp_path: Path, bpe: Path) -> None:
+    source = [write(tmp_path / "a.txt", "ab zzz ab")]
+
+    def refused(tokenizer: Tokenizer, message: str) -> None:
+        with pytest.raises(ConfigError, match=message) as error:
+            run(source, tmp_path / "out", tokenizer=str(saved(tokenizer, tmp_path / "t.json")), separator="none")
+        assert "\n" not in str(error.value)
+
+    vocab = {"a": 0, "b": 1, "ab": 2}
+    refused(Tokenizer(models.BPE(vocab, [("a", "b")])), "no token for most characters")
+    all_bytes = {f"<0x{b:02X}>": 3 + b for b in range(256)}
+    without = {token: n for n, token in enumerate({**vocab, **all_bytes}) if token != "<0x7A>"}
+    refused(Tokenizer(models.BPE(without, [("a", "b")], byte_fallback=True)), "no token for byte 122")
+    level = Tokenizer(models.BPE(vocab, [("a", "b")]))
+    level.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    refused(level, "of the ByteLevel alphabet")
+    words = Tokenizer(models.WordLevel({"ab": 0}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    refused(words, "cannot encode a text")
+    # These lose nothing, or say what they do not know.
+    complete = Tokenizer(models.BPE({**vocab, **all_bytes}, [("a", "b")], byte_fallback=True))
+    assert open_tokenizer(saved(complete, tmp_path / "fallback.json")).encode("abz").tolist() == [2, 3 + ord("z")]
+    unknown = Tokenizer(models.BPE({**vocab, "?": 3}, [("a", "b")], unk_token="?"))
+    assert open_tokenizer(saved(unknown, tmp_path / "unk.json")).encode("abz").tolist() == [2, 3]
+    assert open_tokenizer(bpe).encode("\U0010ffff").size > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"separator": "|"}, {"separator": "none"}, {"tokenizer": "train:300"}])
+def test_bytes_are_counted_of_the_text_without_its_separators(
+    open_data: Opener, tmp_path: Path, options: dict[str, str]
+) -> None:
+    texts = [f"w{n} é字" for n in range(50)]
+    run([write(tmp_path / "a.jsonl", jsonl(texts))], tmp_path / "out", **options)
+    dataset = open_data(tmp_path / "out", vocab_size=300, eval_fraction=0.0)
+    assert dataset.tokenizer is not None
+    assert dataset.tokenizer.token_bytes()[dataset.train[:]].sum() == sum(len(text.encode()) for text in texts)
 
 
 def test_long_texts_are_cut_where_no_token_is(bpe: Path) -> None:
@@ -398,12 +553,58 @@ def test_damage_is_named_before_training(open_data: Opener, prepared: Callable[.
     shard.write_bytes(data)
     with pytest.raises(ConfigError, match=r"train-00001.bin: is not what manifest.json says"):
         open_data(folder, vocab_size=400)
+    data[100] ^= 1
+    shard.write_bytes(data)
+    index = folder / "train-00000.documents"
+    records = index.read_bytes()
+    index.write_bytes(records[:40] + b"\x09" + records[41:])
+    with pytest.raises(ConfigError, match=r"train-00000.documents: is not what manifest.json says"):
+        open_data(folder, vocab_size=400)
+    index.write_bytes(records)
     shard.write_bytes(data[:-2])
     with pytest.raises(ConfigError, match=r"train-00001.bin: has .* bytes, manifest.json says"):
         open_data(folder, vocab_size=400)
     shard.unlink()
     with pytest.raises(ConfigError, match=r"train-00001.bin: cannot be opened"):
         open_data(folder, vocab_size=400)
+
+
+def test_an_index_is_compared_whole_and_looked_at_again_when_it_is_read(open_data: Opener, tmp_path: Path) -> None:
+    run([write(tmp_path / "a.jsonl", jsonl([f"d{n}" for n in range(6000)]))], tmp_path / "out")
+    dataset = open_data(tmp_path / "out", document_mask=True)
+    index = tmp_path / "out/train-00000.documents"
+    records = np.fromfile(index, shards.DOCUMENT)
+    records["start"][2900:3100] += 1  # 64 KiB and more from both ends
+    records.tofile(index)
+    os.utime(index, ns=(0, 0))
+    with pytest.raises(OSError, match="data changed under the run"):
+        dataset.provenance(0, 0, 1)
+    with pytest.raises(ConfigError, match=r"train-00000.documents: is not what"):
+        shards.open_prepared(tmp_path / "out", read_all_up_to=1000)
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    manifest["splits"]["train"]["shards"][0]["documents_xxh3_128"] = shards.content_hash(index)
+    (tmp_path / "out/manifest.json").write_text(json.dumps(manifest))
+    assert open_data(tmp_path / "out", document_mask=True).fingerprint != dataset.fingerprint
+
+
+def test_a_manifest_of_something_else_is_text_and_a_damaged_one_is_named(open_data: Opener, tmp_path: Path) -> None:
+    write(tmp_path / "web/a.js", POEM)
+    for data in ('{"name": "My extension"}', "[1]", "no JSON"):
+        write(tmp_path / "web/manifest.json", data)
+        assert len(open_data(tmp_path / "web", eval_fraction=0.0).train) == len(POEM) + 1 + len(data)
+    run([tmp_path / "web/a.js"], tmp_path / "out")
+    manifest = (tmp_path / "out/manifest.json").read_text()
+    for data, message in (
+        (manifest[:-9], "is no manifest of prepared tokens"),
+        ('{"format": "jaxrun-tokens-2"}', "has format 'jaxrun-tokens-2'"),
+        ('{"format": "jaxrun-tokens-1"}', r"is damaged \(KeyError: 'dtype'\)"),
+        (manifest.replace('"num_records"', '"n"'), r"is damaged \(KeyError: 'num_records'\)"),
+        (manifest.replace('"|u1"', '"nope"'), "is damaged"),
+    ):
+        write(tmp_path / "out/manifest.json", data)
+        with pytest.raises(ConfigError, match=message) as error:
+            open_data(tmp_path / "out")
+        assert "\n" not in str(error.value)
 
 
 def test_of_large_data_both_ends_are_looked_at(tmp_path: Path) -> None:
