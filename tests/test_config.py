@@ -158,6 +158,7 @@ def test_the_shapes_on_the_edge_of_possible_pass(plain: Path) -> None:
         ["model.positions=learned", "model.head_dim=33"],
         ["model.positions=learned", "model.max_positions=256"],
         ["model.vocab_size=100", "data.source=x.bin"],
+        ["model.vocab_size=100", "data.source=prepared"],
     ):
         load(plain, [tuple(o.split("=", 1)) for o in overrides])  # type: ignore[misc]
 

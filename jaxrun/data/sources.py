@@ -18,8 +18,8 @@ import zstandard
 from jaxrun.config import ConfigError
 
 _BLOCK_BYTES = 128 * 1024
-# Four bytes of zstd can be 128 KiB of text: of so many come 128 MiB at the most.
-_ZSTD_BLOCK_BYTES = 4096
+# Four bytes of zstd can be 128 KiB of text: of so many come 32 MiB at the most.
+_ZSTD_BLOCK_BYTES = 1024
 
 
 class Document(NamedTuple):

@@ -7,7 +7,7 @@ import pytest
 import zstandard
 
 from jaxrun.config import ConfigError
-from jaxrun.data import Dataset
+from jaxrun.data import Dataset, sources
 
 from .conftest import Opener
 from .corpus import DOCUMENTS, POEM, jsonl, write
@@ -225,3 +225,11 @@ def test_chars_want_utf8_and_name_the_line(open_data: Opener, tmp_path: Path) ->
     assert f"{path}:3: not UTF-8" in refused(open_data, path, tokenizer="chars")
     cut = write(tmp_path / "cut.txt", b"first line\ncaf\xc3")
     assert f"{cut}:2: not UTF-8" in refused(open_data, cut, tokenizer="chars")
+
+
+def test_what_is_unpacked_at_once_is_bounded_however_well_it_was_packed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt.zst", bytes(1 << 27))
+    assert path.stat().st_size < 20_000
+    sizes = list(map(len, sources.unpacked(path)))
+    assert sum(sizes) == 1 << 27
+    assert max(sizes) <= 1 << 25
