@@ -283,7 +283,8 @@ class LaunchConfig:
     # A process that its peers have not heard of for so long is lost: all the others end, to be started again.
     heartbeat_timeout_s: int = 30
     # How long a process that lives may stand still in each phase before the supervisor ends it. startup: imports, the
-    # other processes, the data. save: what a process waits at most for the others' part of a checkpoint, as well.
+    # other processes, the data. save: what a process waits at most for the others' part of a checkpoint; the supervisor
+    # allows three times that, as what was written is hashed and read back.
     startup_timeout_s: float = 900.0
     compile_timeout_s: float = 3600.0
     restore_timeout_s: float = 3600.0

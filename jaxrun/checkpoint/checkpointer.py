@@ -180,9 +180,10 @@ class Checkpointer:
                 log.error("%s: retention failed (%s)", self._directory, error)
 
     def wait(self) -> None:
-        """Finishes everything that is under way, and reports it."""
+        """Finishes everything that is under way, and reports each part once it is done: a sign of getting on."""
         for job in list(self._jobs):
             job.result()
+            self.poll()
         self.poll()
 
     def close(self) -> None:

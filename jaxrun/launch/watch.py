@@ -17,6 +17,11 @@ from jaxrun.launch.heartbeat import Beat, heartbeat_path, read_heartbeat
 
 # Poll intervals in which the supervisor itself did not run (a machine that slept) count as no more than this.
 _MOST_S = 2.0
+# Steps that the loop sends to the device before it waits for one (LAG of train.py). The first beats after any other
+# phase tell how fast it sends, milliseconds a step; not before the third has a step ended in between.
+_AHEAD = 2
+# What was written is hashed, and then read back; each may take as long as the write, whose own limit is save_timeout_s.
+_SAVE_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ def limit_s(config: LaunchConfig, phase: str, median_step_s: float | None) -> fl
         "compile": config.compile_timeout_s,
         "restore": config.restore_timeout_s,
         "recovery": config.restore_timeout_s,
-        "checkpoint": config.save_timeout_s,
+        "checkpoint": _SAVE_PASSES * config.save_timeout_s,
         "evaluation": config.evaluation_timeout_s,
     }[phase]
 
@@ -128,12 +133,14 @@ class Patience:
 
     Attributes:
       pid: of the trainer: what another one has left says nothing.
+      stale: the beat that was there before its start: an earlier trainer, of another boot say, may have had its pid.
       steps_s: durations of steps seen, of earlier starts as well.
       idle_s: since something last changed, as far as this process was awake to see it.
     """
 
     config: LaunchConfig
     pid: int
+    stale: Beat | None = None
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     idle_s: float = 0.0
     stopped_s: float = 0.0
@@ -141,6 +148,8 @@ class Patience:
     step: int = 0
     _last: tuple[Any, ...] = ()
     _beat: Beat | None = None
+    # The step at which the loop last came from another phase, with nothing on the device.
+    _empty_at: int | None = None
     _at: float = field(default_factory=time.monotonic)
 
     def look(self, seen: Seen, *, stopped: bool, now: float) -> str | None:
@@ -151,10 +160,9 @@ class Patience:
           now: monotonic seconds.
         """
         passed_s, self._at = min(now - self._at, _MOST_S), now
-        beat = seen.beat if seen.beat and seen.beat.pid == self.pid else None
-        if beat and beat.phase == "step" and self._beat and self._beat.phase == "step" and beat.step > self._beat.step:
-            self.steps_s.append((beat.time - self._beat.time) / (beat.step - self._beat.step))
+        beat = seen.beat if seen.beat and seen.beat.pid == self.pid and seen.beat != self.stale else None
         if beat:
+            self._learn(beat)
             self._beat, self.phase, self.step = beat, beat.phase, beat.step
         # A heartbeat that cannot be written is no reason to end a run whose records go on.
         signs = (beat and (beat.step, beat.phase), seen.sizes)
@@ -167,6 +175,18 @@ class Patience:
         if self.idle_s > limit:
             return f"no progress for {self.idle_s:.0f} s in phase {self.phase}, whose limit is {limit:.0f} s"
         return None
+
+    def _learn(self, beat: Beat) -> None:
+        """Takes in how long steps are, from those that the loop has waited for between two beats."""
+        before = self._beat
+        if beat.phase != "step":
+            self._empty_at = None
+        elif before is None or self._empty_at is None or beat.step < before.step:
+            self._empty_at = beat.step
+        else:
+            waited_for = [max(0, b.step - self._empty_at - _AHEAD) for b in (before, beat)]
+            if waited_for[1] > waited_for[0]:
+                self.steps_s.append((beat.time - before.time) / (waited_for[1] - waited_for[0]))
 
 
 def process_state(pid: int) -> str | None:

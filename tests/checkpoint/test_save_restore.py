@@ -112,6 +112,23 @@ def test_a_save_while_the_last_is_still_written_is_reported_and_skipped(
     assert checkpoints.steps() == [1, 3]
 
 
+def test_waiting_tells_of_each_part_as_it_is_done(
+    open_checkpoints: Opener, events: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever watches the journal sees that it gets on, long before all is saved."""
+    verify, told = manifest.verify, threading.Event()
+    in_time: list[bool] = []
+    monkeypatch.setattr(manifest, "verify", lambda *a, **k: (in_time.append(told.wait(30)), verify(*a, **k))[1])
+
+    def on_event(kind: str, fields: dict[str, Any]) -> None:
+        events(kind, fields)
+        told.set()
+
+    open_checkpoints(on_event=on_event).save(5, make_state(), {}, wait=True)
+    assert events.kinds() == ["checkpoint_saved", "checkpoint_verified"]
+    assert in_time == [True]
+
+
 def test_a_step_that_is_on_disk_already_is_not_saved_again(open_checkpoints: Opener, directory: Path) -> None:
     first = open_checkpoints()
     first.save(5, make_state(), {}, wait=True)

@@ -37,7 +37,7 @@ def stands_still(patience: Patience, seen: Seen, *, since: float = 0.0, stopped:
 
 @pytest.mark.parametrize(
     ("phase", "limit"),
-    [("start_up", 10), ("compile", 40), ("restore", 20), ("recovery", 20), ("checkpoint", 30), ("evaluation", 50)],
+    [("start_up", 10), ("compile", 40), ("restore", 20), ("recovery", 20), ("checkpoint", 90), ("evaluation", 50)],
 )
 def test_every_phase_has_a_limit_of_its_own(phase: str, limit: float) -> None:
     assert limit_s(CONFIG, phase, None) == limit_s(CONFIG, phase, 1000.0) == limit
@@ -59,7 +59,48 @@ def test_the_median_step_is_learnt_from_the_beats_and_one_long_step_does_not_cha
     for n in range(20):
         now += 100.0 if n == 10 else 4.0
         assert patience.look(Seen(beat(n, "step", time=now)), stopped=False, now=float(n)) is None
+    assert list(patience.steps_s)[:2] == [4.0, 4.0]
     assert 12 < stands_still(patience, Seen(beat(99, "step", time=now)), since=20) <= 13
+
+
+@pytest.mark.parametrize("looked_at", [(0, 1, 2), (0, 2), (2,)])
+def test_steps_that_are_only_sent_to_the_device_do_not_end_the_patience_with_the_first(
+    looked_at: tuple[int, ...],
+) -> None:
+    """Of a run that gets two steps ahead of the device: beats 0, 1 and 2 follow each other within milliseconds."""
+    patience = Patience(CONFIG, PID)
+    for n in looked_at:
+        patience.look(Seen(beat(n, "step", time=n / 1000)), stopped=False, now=n / 1000)
+    assert not patience.steps_s
+    assert 40 <= stands_still(patience, Seen(beat(2, "step", time=0.002)), since=0.002) <= 41
+
+
+@given(st.sets(st.integers(0, 59), min_size=1), st.sets(st.integers(0, 59), max_size=8))
+def test_no_step_is_taken_for_shorter_than_it_is_however_seldom_it_is_looked_at(
+    looked_at: set[int], evaluations: set[int]
+) -> None:
+    """Of steps of 10 s, two ahead of the device; an evaluation waits for the device, and is seen."""
+    patience, now, device_free_at, in_flight = Patience(CONFIG, PID), 0.0, 0.0, list[float]()
+    for n in range(60):
+        if n in evaluations:
+            now = max(now, device_free_at)
+            in_flight.clear()
+            patience.look(Seen(beat(n, "evaluation", time=now)), stopped=False, now=float(n))
+        if n in looked_at:
+            patience.look(Seen(beat(n, "step", time=now)), stopped=False, now=float(n))
+        if len(in_flight) == 2:
+            now = max(now, in_flight.pop(0))
+        device_free_at = max(now, device_free_at) + 10.0
+        in_flight.append(device_free_at)
+    assert all(10.0 <= s <= 30.0 for s in patience.steps_s)
+    if {0, 10, 20} <= looked_at and not evaluations & set(range(1, 21)):
+        assert patience.steps_s
+
+
+def test_what_was_there_before_the_start_says_nothing_even_under_the_same_pid() -> None:
+    old = beat(50, "evaluation")
+    assert 10 < stands_still(Patience(CONFIG, PID, old), Seen(old)) <= 11
+    assert 50 < stands_still(Patience(CONFIG, PID, old), Seen(beat(50, "evaluation", time=1.0))) <= 51
 
 
 def test_a_trainer_without_a_heartbeat_is_starting_up_whatever_another_one_has_left() -> None:
