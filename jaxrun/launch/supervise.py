@@ -32,12 +32,16 @@ log = logging.getLogger("jaxrun")
 
 # The trainer's exit codes: docs/recovery.md.
 FINISHED, GAVE_UP, STOPPED, BAD_CONFIG = 0, 70, 75, 78
-CRASH_LOOP = 1
+CRASH_LOOP = UNKILLABLE = 1
 
 _POLL_S = 0.25
 # What a file system may take to show what a trainer has left.
 _LOOK_S = 10.0
 _DUMP_S = 1.5
+# How long a trainer may take to die of SIGKILL, its devices' memory included; and once this process is asked to stop.
+_DEATH_S, _DEATH_ASKED_S = 60.0, 5.0
+# What a trainer has started gets so long to end by itself, and again after SIGTERM.
+_LEAVE_S = 2.0
 _TRACEBACK_LINES = 40
 
 
@@ -54,9 +58,13 @@ class End:
     progress: bool
     # The journal's last word on the run: "finished", "gave_up" or nothing.
     journaled: str | None = None
+    # It has not died of SIGKILL: the kernel waits for a device or a file system.
+    unkillable: bool = False
 
     @property
     def cause(self) -> str:
+        if self.unkillable:
+            return "unkillable"
         if self.hang:
             return f"hang: {self.hang}"
         return f"killed by {signal_name(-self.code)}" if self.code < 0 else f"exit code {self.code}"
@@ -84,13 +92,14 @@ def decide(
       starts: of the trainer so far, this one included.
     """
     code = end.code if end.code >= 0 else 128 - end.code
-    if signalled:
-        return Decision(code, why="asked to stop")
     if end.code in (FINISHED, GAVE_UP, BAD_CONFIG):
         return Decision(code, why="the run has ended" if end.code != BAD_CONFIG else "starting it again won't help")
     # It had written its last word, and died on the way out: of a peer that was quicker, say.
     if end.journaled:
         return Decision(FINISHED if end.journaled == "finished" else GAVE_UP, why=f"the journal says {end.journaled}")
+    if end.unkillable or signalled:  # what cannot be killed holds the run directory, and perhaps the devices
+        why = "the trainer does not die of SIGKILL" if end.unkillable else "asked to stop"
+        return Decision(UNKILLABLE if end.unkillable else code, why=why)
     idle = 0 if end.progress else idle_starts + 1
     if idle >= config.max_idle_starts:
         return Decision(CRASH_LOOP, 0.0, idle, f"{idle} starts in a row finished no new step", crash_loop=True)
@@ -104,7 +113,7 @@ class Supervisor:
     """Runs `command`, a trainer of `workdir`, until it ends by itself, cannot go on, or this process is asked to stop.
 
     SIGTERM, SIGINT and SIGHUP are passed on as SIGTERM; the trainer saves, and its exit code is the supervisor's. A
-    second SIGINT kills it.
+    second SIGINT kills it. Those that this process was started to ignore it ignores: `nohup`, a shell's `&`.
 
     Args:
       command: of the trainer.
@@ -121,12 +130,14 @@ class Supervisor:
         self._lookout = Lookout(workdir, self._process, _POLL_S)
         self._signal: int | None = None
         self._asked_at = 0.0
+        self._killed = False
         self._steps_s: Any = None
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
         """The exit code."""
-        before = {n: signal.signal(n, self._on_signal) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        heard = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = {n: signal.signal(n, self._on_signal) for n in heard if signal.getsignal(n) != signal.SIG_IGN}
         self._say("supervising", command=self._command, supervisor_pid=os.getpid())
         starts = idle_starts = 0
         try:
@@ -160,19 +171,23 @@ class Supervisor:
         # A session of its own: a signal to this process's group is ours to pass on, and its data workers end with it.
         child = self._child = subprocess.Popen(self._command, env=environment, start_new_session=True)
         self._say("start", number=starts, pid=child.pid)
-        patience = Patience(self._config, child.pid)
+        patience = Patience(self._config, child.pid, before.beat)
         if self._steps_s is not None:
             patience.steps_s = self._steps_s
         self._steps_s = patience.steps_s
         if self._signal is not None:  # it came in between
             self._pass_on()
         hang = self._watch(child, patience)
-        code = child.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # what it started, and left
-            os.killpg(child.pid, signal.SIGKILL)
+        code = self._await_death(child)
+        _end_group(child.pid)
         self._child = None
         seen = self._lookout.fresh(_LOOK_S)
         progress = seen.decisions > before.decisions or seen.best_step > before.best_step
+        if code is None:
+            why = "not dead after SIGKILL: the kernel waits for a device or a file system, which only a reboot may free"
+            self._say("unkillable", pid=child.pid, why=why, state=process_state(child.pid), step=seen.best_step)
+            self._tell("unkillable", seen.best_step, why=why, pid=child.pid)
+            return End(-signal.SIGKILL, hang, progress, self._last_word(seen, started), unkillable=True)
         end = End(code, hang, progress, self._last_word(seen, started))
         self._say(
             "end", number=starts, pid=child.pid, code=code, cause=end.cause, step=seen.best_step, phase=patience.phase,
@@ -182,7 +197,7 @@ class Supervisor:
 
     def _watch(self, child: subprocess.Popen[bytes], patience: Patience) -> str | None:
         """Waits for the trainer's end, and brings it about if it hangs; what was wrong then."""
-        while True:
+        while not self._killed:
             try:
                 child.wait(_POLL_S)
                 return None
@@ -191,7 +206,7 @@ class Supervisor:
             if self._signal is not None:
                 if time.monotonic() - self._asked_at > self._config.grace_s:
                     self._say("kill", pid=child.pid, why=f"not saved within grace_s {self._config.grace_s:g} s")
-                    _kill_group(child)
+                    _kill(child)
                     return None
                 continue
             state = process_state(child.pid)
@@ -199,9 +214,22 @@ class Supervisor:
             if wrong:
                 self._end_hung(child, patience, wrong, state)
                 return wrong
+        return None
+
+    def _await_death(self, child: subprocess.Popen[bytes]) -> int | None:
+        """The exit code of a trainer that has ended or was killed; None: it does not die."""
+        killed_at, asked_before = time.monotonic(), self._signal is not None
+        while True:
+            try:
+                return child.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                now = time.monotonic()
+            asked_s = now - self._asked_at if self._signal is not None and not asked_before else 0.0
+            if now - killed_at > _DEATH_S or asked_s > _DEATH_ASKED_S:
+                return None
 
     def _end_hung(self, child: subprocess.Popen[bytes], patience: Patience, wrong: str, state: str | None) -> None:
-        """Takes the stacks of what hangs, then SIGTERM, then SIGKILL for all that it has started."""
+        """Takes the stacks of what hangs, then SIGTERM, then SIGKILL."""
         path = stacks_path(self._workdir, self._process)
         self._say(
             "hang", pid=child.pid, why=wrong, phase=patience.phase, step=patience.step, state=state,
@@ -213,7 +241,7 @@ class Supervisor:
             _wait(child, _DUMP_S)
             child.send_signal(signal.SIGTERM)
             _wait(child, self._config.kill_after_s)
-        _kill_group(child)
+        _kill(child)
 
     def _last_word(self, seen: Seen, started: float) -> str | None:
         """How the run ended, if it did so in the start that began at `started`."""
@@ -229,7 +257,8 @@ class Supervisor:
         if not again:
             self._asked_at = time.monotonic()
         if again and number == signal.SIGINT and self._child is not None:
-            _kill_group(self._child)
+            self._killed = True
+            _kill(self._child)
         elif not again and self._child is not None:
             self._pass_on()
 
@@ -351,6 +380,23 @@ def _wait(child: subprocess.Popen[bytes], seconds: float) -> None:
         child.wait(seconds)
 
 
-def _kill_group(child: subprocess.Popen[bytes]) -> None:
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """Kills the trainer alone: of what it has started, see `_end_group`."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
+        child.kill()
+
+
+def _end_group(group: int) -> None:
+    """Ends what a trainer that is dead has started, and left.
+
+    Not by SIGKILL at once: Python's resource tracker, which lives as long as a process that uses it and ignores
+    SIGTERM, removes the shared memory of data workers that nobody else would.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        for number in (0, signal.SIGTERM):
+            os.killpg(group, number)
+            until = time.monotonic() + _LEAVE_S
+            while time.monotonic() < until:
+                os.killpg(group, 0)  # raises once it is gone
+                time.sleep(0.01)
+        os.killpg(group, signal.SIGKILL)

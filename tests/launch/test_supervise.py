@@ -50,12 +50,15 @@ def kill():
 """
 # Calls the supervisor as `jaxrun supervise` does, with another trainer.
 SUPERVISE = """
-import sys
+import signal, sys
 from pathlib import Path
 from jaxrun import cli
 from jaxrun.config import load
+from jaxrun.launch import supervise
 from jaxrun.launch.supervise import Supervisor
 cli._log_to_stderr()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+{before}
 sys.exit(Supervisor([sys.executable, "-c", {trainer!r}], load({config!r}), Path({workdir!r})).run())
 """
 
@@ -66,14 +69,19 @@ class Lab:
     def __init__(self, folder: Path):
         self.folder, self.workdir = folder, folder / "run"
 
-    def start(self, code: str, *, alert: str | None = None, steps: int = 10, **limits: Any) -> subprocess.Popen[str]:
+    def start(
+        self, code: str, *, alert: str | None = None, steps: int = 10, before: str = "", **limits: Any
+    ) -> subprocess.Popen[str]:
+        """before: Python that the supervisor's process runs first."""
         short = {"backoff_s": 0.05, "kill_after_s": 1.0, "grace_s": 20.0, "max_idle_starts": 3, **limits}
         plain = Config(launch=LaunchConfig(**short))
         tree = json.loads(to_json(plain))
         tree["train"]["num_steps"], tree["guard"]["alert"] = steps, alert
         (self.folder / "config.json").write_text(json.dumps(tree))
         trainer = TRAINER.format(workdir=str(self.workdir), code=code)
-        program = SUPERVISE.format(trainer=trainer, config=str(self.folder / "config.json"), workdir=str(self.workdir))
+        program = SUPERVISE.format(
+            trainer=trainer, config=str(self.folder / "config.json"), workdir=str(self.workdir), before=before
+        )
         return subprocess.Popen(
             [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
         )  # fmt: skip
@@ -153,6 +161,13 @@ def test_restarts_can_be_counted() -> None:
 @pytest.mark.parametrize(("word", "code"), [("finished", 0), ("gave_up", 70)])
 def test_a_trainer_that_died_after_its_last_word_is_not_started_again(word: str, code: int) -> None:
     assert decided(End(-6, None, False, word)).exit_code == code
+    assert decided(End(-15, None, False, word), signalled=True).exit_code == code
+
+
+def test_a_trainer_that_cannot_be_killed_is_not_started_again() -> None:
+    for signalled in (False, True):
+        assert decided(End(-9, "a hang", True, unkillable=True), signalled=signalled).exit_code == 1
+    assert decided(End(-9, None, True, "finished", unkillable=True)).exit_code == 0
 
 
 # -- real processes ----------------------------------------------------------------------------------------------------
@@ -243,6 +258,17 @@ def test_a_trainer_that_does_not_save_within_the_grace_period_is_killed(lab: Lab
     assert lab.said("kill")[0]["why"] == "not saved within grace_s 0.5 s"
 
 
+def test_a_second_interrupt_kills_the_trainer_at_once(lab: Lab) -> None:
+    process = lab.start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nhang()")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "hangs\n"
+    process.send_signal(signal.SIGINT)
+    until(lambda: lab.said("signal"))
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=15)  # long before grace_s
+    assert process.returncode == 137
+
+
 def test_a_signal_between_two_starts_ends_the_supervisor(lab: Lab) -> None:
     process = lab.start("sys.exit(1)", backoff_s=60.0)
     until(lambda: lab.workdir.exists() and lab.said("backoff"))
@@ -259,6 +285,93 @@ def test_what_a_trainer_leaves_running_is_ended_before_the_next_start(lab: Lab) 
         "alive = Path(f'/proc/{pid}').exists() and Path(f'/proc/{pid}/stat').read_text().split()[2] != 'Z'\nsys.exit(78 if alive else 0)"
     )  # fmt: skip
     assert code == 0, err
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
+@pytest.mark.parametrize("way", ["kill()", "hang()"])
+def test_the_shared_memory_of_a_trainer_that_was_killed_is_freed(lab: Lab, way: str) -> None:
+    code, err = lab.run(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "from multiprocessing import shared_memory\nif start == 1:\n"
+        "  name = shared_memory.SharedMemory(create=True, size=1 << 12).name\n  (workdir / 'name').write_text(name)\n"
+        f"  heartbeat.beat(0, 'evaluation')\n  {way}\n"
+        "name = (workdir / 'name').read_text()\nsys.exit(78 if Path('/dev/shm', name).exists() else 0)",
+        evaluation_timeout_s=0.5, kill_after_s=0.1,
+    )  # fmt: skip
+    assert code == 0, err
+    assert len(lab.starts()) == 2
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
+def test_it_is_freed_even_if_a_data_worker_outlives_the_trainer(lab: Lab) -> None:
+    code, err = lab.run(
+        "import subprocess\nfrom multiprocessing import resource_tracker, shared_memory\nif start == 1:\n"
+        "  name = shared_memory.SharedMemory(create=True, size=1 << 12).name\n  (workdir / 'name').write_text(name)\n"
+        "  subprocess.Popen(['sleep', '600'], pass_fds=[resource_tracker.getfd()])\n  kill()\n"
+        "name = (workdir / 'name').read_text()\nsys.exit(78 if Path('/dev/shm', name).exists() else 0)"
+    )
+    assert code == 0, err
+
+
+def test_a_trainer_that_cannot_be_killed_ends_the_supervisor_and_is_told_of(lab: Lab, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    process = lab.start(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nheartbeat.beat(0, 'evaluation')\nhang()",
+        # As in state D: the signal waits.
+        before="supervise._kill = supervise._end_group = lambda child: None\nsupervise._DEATH_S = 0.3",
+        alert=f"tee -a {shlex.quote(str(told))}", evaluation_timeout_s=0.5, kill_after_s=0.1,
+    )  # fmt: skip
+    try:
+        assert process.wait(30) == 1
+        assert len(lab.starts()) == 1
+        assert lab.said("unkillable")[0]["pid"] == lab.starts()[0]
+        assert (lab.said("stop")[0]["cause"], lab.said("end")) == ("unkillable", [])
+        assert [json.loads(line)["kind"] for line in told.read_text().splitlines()] == ["hang", "unkillable"]
+    finally:
+        os.kill(lab.starts()[0], signal.SIGKILL)
+        process.communicate()
+
+
+def test_waiting_for_a_trainer_that_cannot_be_killed_ends_soon_after_a_signal(lab: Lab) -> None:
+    process = lab.start(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nheartbeat.beat(0, 'evaluation')\nhang()",
+        before="supervise._kill = supervise._end_group = lambda child: None\nsupervise._DEATH_ASKED_S = 0.3",
+        evaluation_timeout_s=0.5, kill_after_s=0.1,
+    )  # fmt: skip
+    try:
+        until(lambda: lab.workdir.exists() and lab.said("hang"))
+        time.sleep(2.5)  # the stacks, kill_after_s: now it waits, a minute if need be
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 1
+        assert lab.said("unkillable")
+    finally:
+        os.kill(lab.starts()[0], signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_signal_that_the_supervisor_was_started_to_ignore_stops_nothing(lab: Lab, tmp_path: Path) -> None:
+    """As `nohup jaxrun supervise &` is, when the terminal closes."""
+    process = lab.start(
+        f"print('lives', flush=True)\nwhile not os.path.exists({str(tmp_path / 'gate')!r}): time.sleep(0.01)",
+        before="signal.signal(signal.SIGHUP, signal.SIG_IGN)",
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "lives\n"
+    process.send_signal(signal.SIGHUP)
+    (tmp_path / "gate").touch()
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert lab.said("signal") == []
+
+
+def test_a_run_that_has_finished_is_finished_though_it_was_asked_to_stop_on_its_way_out(lab: Lab) -> None:
+    process = lab.start("step(10)\nevent('finished', 10)\nsignal.signal(signal.SIGTERM, signal.SIG_DFL)\nhang()")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "hangs\n"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert lab.said("end")[0]["code"] == -signal.SIGTERM
 
 
 def test_a_trainer_that_dies_on_its_way_out_has_finished_all_the_same(lab: Lab) -> None:
