@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrun import __version__
+from jaxrun.alive import status_of
 from jaxrun.config import ConfigError, flatten
 from jaxrun.guard import labels
 from jaxrun.journal import EVENTS, METRICS, is_skipped, read_lines, skipped_windows
@@ -57,10 +58,7 @@ class Reported:
         run = status_lib.read_json(workdir / "run.json")
         self.starts, self.data = run.get("starts") or [], run.get("data", "")
         self.lines = status_lib.tail(workdir / METRICS)
-        self.status = status_lib.status(
-            self.events, self.lines, now=now, last_start=self.starts[-1]["time"] if self.starts else None,
-            last_write=status_lib.last_write(workdir),
-        )  # fmt: skip
+        self.status = status_of(workdir, self.events, self.lines, starts=self.starts, config=self.config, now=now)
         self.goodput = goodput(self.events, now=now if self.status.is_up else None)
         self.windows = skipped_windows(self.events)
         self.medians: dict[str, float] = {}

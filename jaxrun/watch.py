@@ -16,6 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from jaxrun.alive import status_of
 from jaxrun.config import ConfigError, flatten
 from jaxrun.guard import labels
 from jaxrun.journal import EVENTS, METRICS, read_lines
@@ -51,16 +52,14 @@ class Watched:
             self._events, self._events_size = list(read_lines(path)), size
         lines = status_lib.tail(self.workdir / METRICS)
         starts = status_lib.read_json(self.workdir / "run.json").get("starts") or []
-        state = status_lib.status(
-            self._events, lines, now=now, last_start=starts[-1]["time"] if starts else None,
-            last_write=status_lib.last_write(self.workdir),
-        )  # fmt: skip
+        config = flatten(status_lib.read_json(self.workdir / "config.json"))
+        state = status_of(self.workdir, self._events, lines, starts=starts, config=config, now=now)
         folder = self.workdir / "checkpoints"
         stored = [int(p.name) for p in folder.iterdir() if p.name.isdecimal()] if folder.is_dir() else []
         known = labels(self._events, step=-1, healthy_since=0, healthy_steps=0)
         return Snapshot(
             workdir=self.workdir, now=now, status=state, events=self._events, lines=lines,
-            series=self._follower.read(self._events), config=flatten(status_lib.read_json(self.workdir / "config.json")),
+            series=self._follower.read(self._events), config=config,
             start=starts[-1] if starts else {}, goodput=goodput(self._events, now=now if state.is_up else None),
             checkpoints={step: known.get(step, "pending") for step in sorted(stored)},
             is_sampled=self._follower.is_sampled, devices=status_lib.latest(status_lib.device_lines(self.workdir)),

@@ -21,6 +21,7 @@ START_PATIENCE_S = 900.0
 # How many times its usual interval, and its longest recent one.
 _USUAL, _LONGEST = 8, 2
 _ENDS: dict[str, State] = {"finished": "finished", "gave_up": "gave up", "preempted": "stopped"}
+_FINAL = ("finished", "gave_up")
 _TAIL_BYTES = 1 << 18
 
 
@@ -39,7 +40,7 @@ class Status(NamedTuple):
 
 def status(
     events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]], *, now: float,
-    last_start: float | None = None, last_write: float | None = None,
+    last_start: float | None = None, last_write: float | None = None, allowed_s: float = 0.0,
 ) -> Status:  # fmt: skip
     """How a run is.
 
@@ -47,24 +48,28 @@ def status(
       events: its journal. lines: the last ones of metrics.jsonl; oldest first, both.
       now: unix seconds; so are `last_start`, of the last process start by run.json, and `last_write`, the last time
         that one of its files was written.
+      allowed_s: what it may take until then without a word, if it is in a phase that is not its steps.
     """
     step = _step(events, lines)
     begun = next((e for e in reversed(events) if e["kind"] in ("start", "resume")), None)
-    end = next((e for e in reversed(events) if e["kind"] in (*_ENDS, "start", "resume")), None)
-    operator = next((e for e in reversed(events) if e["kind"] == "rewind" and e.get("cause") == "operator"), None)
+    word = next((e for e in reversed(events) if e["kind"] in (*_ENDS, "start", "resume") or _is_sent_back(e)), None)
     started = max([t for t in (begun and begun.get("time"), last_start) if t], default=None)
-    ended = end["time"] if end is not None and end["kind"] in _ENDS else None
-    if operator is not None and operator["time"] >= (started or 0):
-        return Status("sent back", operator["time"], operator["to_step"])
-    if end is not None and ended is not None and ended >= (started or 0):
-        return Status(_ENDS[end["kind"]], ended, step, str(end.get("reason", "")))
+    if word is not None and _is_sent_back(word) and word["time"] >= (started or 0):
+        return Status("sent back", word["time"], word["to_step"])
+    # A run that is over and is started once more leaves at once: only run.json has that start.
+    if word is not None and word["kind"] in _ENDS and (word["kind"] in _FINAL or word["time"] >= (started or 0)):
+        return Status(_ENDS[word["kind"]], word["time"], step, str(word.get("reason", "")))
     if started is None:
         return Status("empty", None)
     since = [t for line in lines if (t := line.get("time", 0)) >= started]
     signs = max(t for t in (last_write, started, *since[-1:]) if t)
-    if now - signs > (_patience_s(since) if since else START_PATIENCE_S):
+    if now - signs > max(allowed_s, _patience_s(since) if since else START_PATIENCE_S):
         return Status("dead", signs, step)
     return Status("running" if since else "starting", started, step)
+
+
+def _is_sent_back(event: Mapping[str, Any]) -> bool:
+    return event["kind"] == "rewind" and event.get("cause") == "operator"
 
 
 def _patience_s(times: Sequence[float]) -> float:

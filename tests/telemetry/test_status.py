@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jaxrun.alive import allowed_s, status_of
 from jaxrun.telemetry.status import Status, device_lines, last_write, latest, read_json, spread, status, tail
 
 NOW = 100_000.0
@@ -51,6 +52,51 @@ def test_a_start_that_has_not_come_to_its_first_event_counts() -> None:
     ended = [event(500, "start"), event(400, "preempted", 9, reason="SIGTERM")]
     assert status(ended, lines(450), now=NOW, last_start=NOW - 30).state == "starting"
     assert status([], [], now=NOW, last_start=NOW - 30).state == "starting"
+
+
+@pytest.mark.parametrize(("kind", "state"), [("finished", "finished"), ("gave_up", "gave up")])
+def test_a_run_that_is_over_and_was_started_once_more_is_over(kind: str, state: str) -> None:
+    told = [event(500, "start"), event(400, kind, 9)]
+    assert status(told, lines(450), now=NOW, last_start=NOW - 30, last_write=NOW - 29)[:2] == (state, NOW - 400)
+    assert status([*told, event(20, "resume", 9)], lines(450), now=NOW, last_start=NOW - 30).state == "starting"
+    sent_back = [*told, event(300, "rewind", 9, to_step=5, cause="operator")]
+    assert status(sent_back, lines(450), now=NOW).state == "sent back"
+    assert status(sent_back, lines(450), now=NOW, last_start=NOW - 30).state == "starting"
+
+
+def test_a_phase_that_takes_long_is_no_death_before_its_limit() -> None:
+    told, metrics = [event(500, "start")], lines(460, 450, 440)
+    assert status(told, metrics, now=NOW, last_write=NOW - 300).state == "dead"
+    assert status(told, metrics, now=NOW, last_write=NOW - 300, allowed_s=400.0).state == "running"
+    assert status(told, metrics, now=NOW, last_write=NOW - 300, allowed_s=200.0).state == "dead"
+
+
+def test_what_a_phase_may_take_is_that_of_the_newest_heartbeat_by_the_runs_own_config(tmp_path: Path) -> None:
+    def beats(process: int, at: float, phase: str) -> None:
+        (tmp_path / "heartbeats").mkdir(exist_ok=True)
+        record = {"time": at, "pid": 1, "host": "here", "step": 3, "phase": phase}
+        (tmp_path / "heartbeats" / f"{process}.json").write_text(json.dumps(record))
+
+    config = {"launch.evaluation_timeout_s": 7.0, "launch.from_another_version": 1, "train.seed": 0}
+    assert allowed_s(tmp_path, config) == 0
+    beats(0, 1.0, "evaluation")
+    assert (allowed_s(tmp_path, config), allowed_s(tmp_path, {})) == (7.0, 3600.0)
+    beats(1, 2.0, "step")
+    assert allowed_s(tmp_path, config) == 0
+    beats(1, 2.0, "of another version")
+    assert allowed_s(tmp_path, config) == 0
+
+
+def test_the_first_evaluation_of_a_run_may_be_long(tmp_path: Path) -> None:
+    (tmp_path / "heartbeats").mkdir()
+    path = tmp_path / "heartbeats" / "0.json"
+    for phase, state in (("evaluation", "running"), ("step", "dead")):
+        path.write_text(json.dumps({"time": NOW - 300, "pid": 1, "host": "here", "step": 3, "phase": phase}))
+        os.utime(path, (NOW - 300, NOW - 300))
+        found = status_of(
+            tmp_path, [event(500, "start")], lines(460, 450, 440, 300), starts=[{"time": NOW - 501}], config={}, now=NOW
+        )
+        assert found.state == state
 
 
 def test_any_file_that_was_written_is_a_sign_of_life() -> None:
