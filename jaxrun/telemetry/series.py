@@ -156,6 +156,8 @@ class Follower:
         self.is_sampled = False
 
     def read(self, events: Sequence[dict[str, Any]]) -> Series:
+        import polars as pl
+
         size = self._path.stat().st_size if self._path.exists() else 0
         if size < self._end:  # another file: the run was made anew
             self._end, self._frames, self.is_sampled = 0, [], False
@@ -169,6 +171,7 @@ class Follower:
                     self._frames += _frames(self._path, self._end, _line_start(self._path, at + share), self._keys)
             self._frames += _frames(self._path, self._end, whole, self._keys)
             self._end = whole
+            self._frames = [pl.concat(self._frames, how="diagonal", rechunk=True)] if self._frames else []
         lines = _series(list(self._frames))
         return _taken(lines, _clean_rows(lines, restores(events)))
 

@@ -239,6 +239,18 @@ def test_following_a_run_sees_what_reading_it_anew_sees(tmp_path_factory: Any, d
     assert not follower.is_sampled
 
 
+def test_following_for_long_keeps_one_table_of_all_that_was_read(tmp_path: Path) -> None:
+    follower, file = Follower(tmp_path, ["loss", "lr"]), LineFile(tmp_path / METRICS)
+    assert len(follower.read([])) == 0
+    for step in range(1, 21):  # a key that comes later, and one that is text for a while
+        file.append({"step": step, "attempt": 0, "loss": 1 / step, **({"lr": step} if step > 10 else {"lr": "none"})})
+        seen = follower.read([])
+    file.close()
+    assert len(follower._frames) == 1
+    assert seen.curve("loss")[1].tolist() == [1 / step for step in range(1, 21)]
+    assert seen.curve("lr")[0].tolist() == list(range(11, 21))
+
+
 def test_a_very_long_file_is_followed_in_pieces_and_to_its_very_end(tmp_path: Path) -> None:
     write_run(tmp_path, [{"step": s, "attempt": 0, "loss": 1 / s} for s in range(1, 100_001)], [])
     follower = Follower(tmp_path, ["loss"], whole_bytes=1 << 19)
