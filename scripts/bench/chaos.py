@@ -70,6 +70,8 @@ DISK_BYTES = 24 << 20
 DISK_FULL_S = 1.0
 # Longer than this without a step after a strike: the run is lost.
 PATIENCE_S = 120.0
+# The run that times are compared with has to end first, on a busy machine as well.
+UNDISTURBED_S = 600.0
 KINDS = {
     ("supervise", 1): ("kill", "save", "stop", "term", "bitflip", "disk"),
     ("supervise", 2): ("kill", "coordinator", "save", "stop", "term", "bitflip", "disk"),
@@ -308,8 +310,9 @@ def disturbed(rig: Rig, kinds: list[str], steps: int, rng: random.Random, mounte
         before = last_record(rig.workdir)
         struck = Strike(kind, time.time(), before[1])
         strike(kind, rig, rng, mounted)
-        if kind == "save":
-            struck.time = time.time()
+        if kind == "save":  # it has come some steps further meanwhile
+            before = last_record(rig.workdir)
+            struck.time, struck.step = time.time(), before[1]
         # A full disk need not end the process: it is got over with the first step after it.
         mark = last_record(rig.workdir) if kind == "disk" else (before[0], sys.maxsize)
         wait_for(lambda: last_record(rig.workdir) > mark or rig.ended() is not None, f"step after {kind}")  # noqa: B023
@@ -484,7 +487,9 @@ def run_undisturbed(make: Callable[[Path], Rig], workdir: Path) -> None:
     rig = make(workdir)
     try:
         rig.start()
-        code = wait_for(lambda: rig.ended() is not None and [rig.ended()], "end of an undisturbed run")[0]
+        code = wait_for(
+            lambda: rig.ended() is not None and [rig.ended()], "end of an undisturbed run", timeout_s=UNDISTURBED_S
+        )[0]
         if code != 0:
             sys.exit(f"an undisturbed run ended with {code}; see {workdir.parent}")
     finally:

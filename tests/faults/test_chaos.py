@@ -105,6 +105,35 @@ def test_a_flipped_bit_is_one_bit_of_the_newest_checkpoint(script: ModuleType, t
     assert np.unpackbits(before ^ after).sum() == 1
 
 
+def test_what_a_kill_during_a_save_costs_is_counted_from_where_it_struck(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on while a save is waited for: here from step 100 to 110, and it comes back at 96."""
+    seen = [(0, 100)]
+
+    def strike(*_: object) -> None:
+        seen.append((0, 110))
+
+    def last_record(_: object) -> tuple[int, int]:
+        if seen[-1] == (0, 110):
+            seen.append((1, 96))
+            return (0, 110)
+        return seen[-1]
+
+    class Rig:
+        workdir = Path()
+
+        def start(self) -> None: ...
+
+        def ended(self) -> int | None:
+            return 0 if seen[-1][0] else None
+
+    for name, stand_in in (("strike", strike), ("last_record", last_record), ("add_parts", lambda *_: None)):
+        monkeypatch.setattr(script, name, stand_in)
+    (struck,) = script.disturbed(Rig(), ["save"], 150, random.Random(0), False)
+    assert (struck.step, struck.lost) == (110, 15)
+
+
 def test_the_times_of_a_table_are_quantiles_of_what_was_seen(script: ModuleType) -> None:
     assert script.quantile([5.0, 1.0, 3.0], 0.5) == 3.0
     assert script.quantile(list(map(float, range(1, 101))), 0.99) == 99.0
