@@ -10,14 +10,14 @@ import pytest
 
 from jaxrun.launch.xla_flags import GPU_FLAGS, set_gpu_flags
 
-# A program with temporary memory of 16 MB, and how often the kernel had to give pages during its third run.
+# A program with temporary memory of 64 MB (what is below 32 MB glibc comes to keep by itself), and how often the kernel had to give pages during its third run.
 FAULTS = """
 import resource, sys
 from jaxrun.launch.heap import keep_heap
 assert sys.argv[1] != "kept" or keep_heap()
 import jax, jax.numpy as jnp
-x = jnp.ones((2048, 2048))
-program = jax.jit(lambda x: (x @ x @ x).sum())
+x = jnp.ones((4096, 64))
+program = jax.jit(lambda x: ((x @ x.T) @ x).sum())
 for _ in range(2):
     program(x).block_until_ready()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
