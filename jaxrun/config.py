@@ -82,12 +82,20 @@ class ModelConfig:
     init: Literal["gpt2", "llama"] = "llama"
     # One compiled layer run in a loop (true), or all layers written out (false: slower to compile).
     scan_layers: bool = True
-    # What the backward pass keeps: everything; outputs of the matrix products; the residual stream only.
-    remat: Literal["none", "dots", "full"] = "none"
+    # What the backward pass keeps. none: everything is kept. dots: outputs of the matrix products. offload: the same, in
+    # the host's memory (GPU, TPU). attention: what attention gives. full: the residual stream between layers only.
+    remat: Literal["none", "dots", "offload", "attention", "full"] = "none"
     # Compute type. Parameters, optimizer moments and the loss are float32 always.
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # xla; cudnn (NVIDIA, bfloat16); auto: cudnn where it is supported, else xla.
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    # reference: all scores at once. blocked: block by block, without those above the diagonal or beyond the window.
+    # cudnn (NVIDIA, bfloat16; no soft cap, no packed documents). auto: the fastest of them that can do it.
+    attention: Literal["auto", "reference", "blocked", "cudnn"] = "auto"
+    # Positions that a query sees, its own the last of them (sliding window); null: all before it.
+    window: int | None = None
+    # Attention scores -> cap * tanh(scores / cap); null: off.
+    attention_soft_cap: float | None = None
+    # Tokens of a batch whose logits are held at a time, in the loss; null: as many as take one device 256 MB.
+    loss_chunk: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +336,7 @@ for _section in (
 # (its model, its data, its numbers' origin) and is refused unless it is asked for by name.
 _MEANING = ("model.", "data.", "train.seed", "train.batch_size", "train.seq_len")
 _FREE = (
-    "model.scan_layers", "model.remat", "model.attention", "data.cache_dir", "data.num_workers", "data.prefetch", "data.eval_sets",
+    "model.scan_layers", "model.remat", "model.attention", "model.loss_chunk", "data.cache_dir", "data.num_workers", "data.prefetch", "data.eval_sets",
 )  # fmt: skip
 
 

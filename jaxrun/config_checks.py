@@ -21,7 +21,8 @@ def _values_out_of_range(c: Config) -> Iterator[tuple[str, str]]:
     positive = (
         "train.num_steps", "train.batch_size", "train.seq_len", "train.accum_steps", "train.log_every", "train.eval_batches",
         "model.num_layers", "model.d_model", "model.num_heads", "model.num_kv_heads", "model.d_ff", "model.vocab_size",
-        "model.head_dim", "model.max_positions", "model.norm_eps", "model.rope_theta", "model.logit_soft_cap", "optim.peak_lr", "optim.eps",
+        "model.head_dim", "model.max_positions", "model.norm_eps", "model.rope_theta", "model.logit_soft_cap", "model.window",
+        "model.attention_soft_cap", "model.loss_chunk", "optim.peak_lr", "optim.eps",
         "optim.clip_norm", "checkpoint.keep", "data.prefetch", "telemetry.peak_flops",
         "guard.outlier_sigma", "guard.loss_floor", "guard.max_climb", "guard.calm_steps", "guard.patience", "guard.max_patience",
         "guard.shift_limit", "guard.nonfinite_steps", "guard.max_skips", "guard.skip_window", "guard.max_rewinds", "guard.rewind_window",
@@ -72,11 +73,13 @@ def _impossible_models(c: Config) -> Iterator[tuple[str, str]]:
             f"is {m.max_positions}, shorter than train.seq_len {t.seq_len}; raise it or shorten the sequences",
         )
     if m.attention == "cudnn" and m.dtype != "bfloat16":
-        yield "model.attention", "cudnn computes in bfloat16; set model.dtype to bfloat16 or model.attention to xla"
+        yield "model.attention", "cudnn computes in bfloat16; set model.dtype to bfloat16 or model.attention to auto"
+    if m.attention == "cudnn" and m.attention_soft_cap is not None:
+        yield "model.attention", "cudnn knows no model.attention_soft_cap; set model.attention to auto or blocked"
     if c.data.document_mask and m.attention == "cudnn":
         yield (
             "model.attention",
-            "cudnn does not keep documents apart; set it to auto or xla, or data.document_mask to false",
+            "cudnn does not keep documents apart; set it to auto or blocked, or data.document_mask to false",
         )
     # What other sources need is seen when they are opened: a folder may hold tokens.
     is_text = c.data.source == "stdlib" and not c.data.mixture

@@ -77,10 +77,18 @@ def check(config: Config, sizes: dict[str, int]) -> None:
         raise ConfigError("\n".join(found))
 
 
-def make_mesh(sizes: dict[str, int]) -> Mesh:
-    """A mesh over all devices of the run, the fastest links on the last axes."""
+def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh over all devices of the run (or those given), the fastest links on the last axes.
+
+    JAX numbers devices process by process, so that with `data` first, tensor and fsdp stay inside a node and only data
+    goes across, where their sizes let them: hybrid sharding is mesh.data = nodes, mesh.fsdp = devices of a node.
+    """
     auto = (jax.sharding.AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(tuple(sizes[a] for a in AXES), AXES, axis_types=auto)
+    shape = tuple(sizes[a] for a in AXES)
+    if devices is not None or jax.default_backend() == "gpu":
+        ordered = sorted(jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id))
+        return Mesh(np.array(ordered).reshape(shape), AXES, axis_types=auto)
+    return jax.make_mesh(shape, AXES, axis_types=auto)  # knows how a TPU's chips are wired
 
 
 def spec(axes: LogicalAxes, shape: Sequence[int], mesh: Mesh | jax.sharding.AbstractMesh) -> P:
@@ -103,6 +111,14 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if mesh.empty:
         return x
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
+
+
+def share(shape: Sequence[int], *axes: str | None) -> tuple[int, ...]:
+    """The shape of one device's part of an array with these logical axes: the whole outside `jax.set_mesh`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return tuple(shape)
+    return NamedSharding(mesh, spec(axes, shape, mesh)).shard_shape(tuple(shape))
 
 
 def batch_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:

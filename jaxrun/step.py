@@ -120,7 +120,9 @@ def build(config: Config) -> Functions:
     ) -> tuple[jax.Array, jax.Array]:
         """This (micro)batch's share of the mean over `tokens` of the whole batch: to minimise, and to report."""
         h_BTD, head_DV = model.apply(params, batch.inputs, key, segments_BT=batch.segments)
-        sums = models.cross_entropy(h_BTD, head_DV, batch.targets, batch.weights, cfg.logit_soft_cap)
+        sums = models.cross_entropy(
+            h_BTD, head_DV, batch.targets, batch.weights, cfg.logit_soft_cap, chunk=cfg.loss_chunk
+        )
         return (sums.nll + cfg.z_loss * sums.z) / tokens, sums.nll / tokens
 
     def gradients(params: models.Params, batch: AnyBatch, key: jax.Array | None) -> tuple[jax.Array, models.Params]:
@@ -181,8 +183,9 @@ def build(config: Config) -> Functions:
     def eval_step(params: models.Params, batch: AnyBatch, *, per_sequence: bool = False) -> models.LossSums:
         h_BTD, head_DV = model.apply(params, batch.inputs, segments_BT=batch.segments)
         return models.cross_entropy(
-            h_BTD, head_DV, batch.targets, batch.weights, cfg.logit_soft_cap, per_sequence=per_sequence
-        )
+            h_BTD, head_DV, batch.targets, batch.weights, cfg.logit_soft_cap,
+            per_sequence=per_sequence, chunk=cfg.loss_chunk,
+        )  # fmt: skip
 
     def sequence_losses(params: models.Params, batch: AnyBatch) -> models.LossSums:
         return eval_step(params, batch, per_sequence=True)
@@ -265,13 +268,21 @@ def compile_train_step(
     *,
     with_fault: bool = False,
     with_segments: bool = False,
+    compiler_options: dict[str, Any] | None = None,
 ) -> Any:
     """The train step's executable for `mesh`; it owns (donates) the state that it is given.
 
     Args:
       with_fault: whether `Controls.grad_fault` will be an array.
       with_segments: whether its batches will be `PackedBatch`es.
+      compiler_options: XLA's, by name.
     """
+    lowered = lower_train_step(fns, train, mesh, with_fault=with_fault, with_segments=with_segments)
+    return lowered.compile(compiler_options)
+
+
+def lower_train_step(fns: Functions, train: TrainConfig, mesh: jax.sharding.Mesh, *, with_fault: bool = False, with_segments: bool = False) -> Any:  # fmt: skip
+    """The train step for `mesh`, traced and sharded, nothing compiled or allocated; `mesh` may be an abstract one."""
     shape = (train.batch_size, train.seq_len)
     by_rows = sharding.batch_sharding(shape, mesh)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -284,5 +295,8 @@ def compile_train_step(
         Controls(scalar, scalar, scalar if with_fault else None),  # type: ignore[arg-type]
     )
     step = jax.jit(fns.train_step, donate_argnums=0, out_shardings=(state_shardings(fns, mesh), whole))
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        with jax.sharding.use_abstract_mesh(mesh):
+            return step.trace(*arguments).lower(lowering_platforms=(jax.default_backend(),))
     with jax.set_mesh(mesh):  # this may be a thread of its own
-        return step.lower(*arguments).compile()
+        return step.lower(*arguments)

@@ -23,7 +23,11 @@ BY_NAME = pytest.mark.parametrize("path", FILES, ids=[p.stem for p in FILES])
 # As published: GPT-2's weights as OpenAI released them, Llama's as Meta did (tables of the papers round these).
 PUBLISHED = {
     "gpt2_124m": 124_439_808,
+    "gpt2_1558m": 1_557_611_200,
+    "gpt2_774m": 774_030_080,
+    "gpt2_355m": 354_823_168,
     "llama3_1b": 1_235_814_400,
+    "llama3_3b": 3_212_749_824,
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama3_405b": 405_853_388_800,
@@ -126,3 +130,16 @@ def test_the_two_initialisations_are_both_shipped() -> None:
         "gpt2",
         "llama",
     }
+
+
+@BY_NAME
+def test_a_config_is_sharded_and_lowered_on_its_cluster_and_nothing_is_allocated(path: Path) -> None:
+    config = config_lib.load(path)
+    _, mesh = largest_mesh(config)
+    before = sum(a.nbytes for a in jax.live_arrays())
+    lowered = step.lower_train_step(functions(path.stem), config.train, mesh)  # type: ignore[arg-type]
+    assert sum(a.nbytes for a in jax.live_arrays()) - before < 1e6
+    text = lowered.as_text()
+    assert f"num_partitions = {math.prod(mesh.shape.values())} " in text or math.prod(mesh.shape.values()) == 1
+    assert "sdy.sharding" in text or math.prod(mesh.shape.values()) == 1
+    assert lowered.out_info[0].params["embedding"].shape == (config.model.vocab_size, config.model.d_model)

@@ -365,3 +365,23 @@ def test_the_jobset_starts_as_many_processes_as_it_says_and_ends_where_starting_
     volumes = {v["name"] for v in job["template"]["spec"]["volumes"]}
     assert {m["name"] for m in container["volumeMounts"]} == volumes
     config_lib.load(ROOT / next(a.split("=")[1] for a in container["args"] if a.startswith("--config=")))
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmarks_shapes_are_lowered_where_there_is_no_gpu() -> None:
+    command = [sys.executable, ROOT / "scripts/bench/gpu.py", "--dry-run", "--models", "125M"]
+    done = subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 8
+    assert "125M blocked attention: " in done.stdout
+
+
+@pytest.mark.slow
+def test_the_comparison_trains_its_peers_in_turns() -> None:
+    """Without PyTorch, which the tests do not install: jaxrun and plain JAX start at the same loss."""
+    command = [sys.executable, ROOT / "scripts/bench/compare.py", "--shapes", "tiny-llama", "--peers", "jax", "--rounds", "2", "--steps", "1"]  # fmt: skip
+    done = subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith(("| jaxrun ", "| jax "))]
+    ours, plain = (float(row[7].split(",")[0]) for row in rows)
+    assert ours == pytest.approx(plain, rel=0.01)

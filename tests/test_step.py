@@ -33,6 +33,7 @@ MESHES = {
     "fsdp=8": MeshConfig(data=1, fsdp=8),
     "data=2 x fsdp=4": MeshConfig(data=2, fsdp=4),
     "fsdp=4 x tensor=2": MeshConfig(data=1, fsdp=4, tensor=2),
+    "data=2 x fsdp=2 x tensor=2": MeshConfig(data=2, fsdp=2, tensor=2),
 }
 
 
@@ -145,6 +146,25 @@ def test_four_microbatches_of_unequal_weight_train_as_one_batch() -> None:
 def test_unrolling_and_rematerialising_change_no_loss() -> None:
     run = trainer(config=with_options(model__scan_layers=False, model__remat="full"))
     np.testing.assert_allclose(losses(run), losses(trainer()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [ONE_DEVICE, MESHES["data=2 x fsdp=2 x tensor=2"]], ids=["one device", "hybrid"])
+def test_a_loss_in_chunks_changes_no_loss_on_any_mesh(mesh: MeshConfig) -> None:
+    run = trainer(mesh, with_options(model__loss_chunk=B * T // 4))
+    np.testing.assert_allclose(losses(run), losses(trainer()), rtol=1e-5)
+
+
+def test_bfloat16_computes_on_float32_weights_that_keep_updates_too_small_for_bfloat16() -> None:
+    run = trainer(config=with_options(model__dtype="bfloat16"))
+    state, batch = run.state(), make_batch()
+    assert {x.dtype for x in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {jnp.dtype("float32")}
+    before = np.asarray(state.params["norm"]["scale"])
+    state, metrics = run.step(state, batch, lr_scale=0.01)
+    after = np.asarray(state.params["norm"]["scale"])
+    assert int(metrics.skip_reason) == 0
+    assert np.all(after != before)
+    np.testing.assert_array_equal(jnp.asarray(after, jnp.bfloat16), jnp.asarray(before, jnp.bfloat16))
+    assert float(metrics.loss) == pytest.approx(float(trainer().step(trainer().state(), batch)[1].loss), rel=0.01)
 
 
 def test_dropout_is_a_function_of_seed_and_step_on_any_mesh() -> None:

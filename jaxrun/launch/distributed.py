@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxrun.config import ConfigError
+from jaxrun.launch.heap import keep_heap
+from jaxrun.launch.xla_flags import set_gpu_flags
 
 log = logging.getLogger("jaxrun")
 T = TypeVar("T")
@@ -30,6 +32,8 @@ def start(heartbeat_timeout_s: int = 30, startup_timeout_s: float = 300.0) -> No
     Args:
       startup_timeout_s: how long the others are waited for; one may still have to be found hung, and be ended.
     """
+    set_gpu_flags()
+    keep_heap()
     import jax
 
     env = os.environ

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxrun.config import ModelConfig
+from jaxrun.config import ConfigError, ModelConfig
+
+# In place of the scores that a query may not see. Finite: a row without a visible key is no NaN.
+_MASKED = -1e30
 
 
 def rope_frequencies(head_dim: int, cfg: ModelConfig) -> jax.Array:
@@ -49,22 +54,100 @@ def rope(x_BTNH: jax.Array, cfg: ModelConfig, positions_BT: jax.Array | None = N
 
 
 def attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, implementation: str, segments_BT: jax.Array | None = None
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    *,
+    implementation: str,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    segments_BT: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(q k^T / sqrt(H), causal) v -> [B, T, N, H]; query head n reads key head n // (N / K).
 
+    Scores and softmax are float32, products in the type of q.
+
     Args:
-      segments_BT: if given, a query sees keys of its own segment only.
+      implementation: reference: one product of everything, right for everything. blocked: the same by blocks of queries
+        that never look above the diagonal or beyond the window; scores of one block at a time, made again in the
+        backward pass. cudnn: NVIDIA's kernel through JAX's public API. auto: `choose`.
+      window: a query sees that many positions, its own the last of them; None: all before it.
+      soft_cap: scores -> cap * tanh(scores / cap); None: off.
+      segments_BT: int32 [B, T]; a query sees the keys of its own segment only; None: all one.
 
     Raises:
-      NotImplementedError: the implementation does not keep segments apart. None may leave them out silently.
+      ConfigError: the implementation cannot do what is asked.
     """
     if implementation == "auto":
-        on_nvidia = jax.default_backend() == "gpu" and q_BTNH.dtype == jnp.bfloat16 and segments_BT is None
-        implementation = "cudnn" if on_nvidia else "xla"
-    mask_B1TT = None
-    if segments_BT is not None:
-        if implementation != "xla":
-            raise NotImplementedError(f"attention {implementation!r} does not keep documents apart; use xla")
-        mask_B1TT = segments_BT[:, None, :, None] == segments_BT[:, None, None, :]
-    return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, mask=mask_B1TT, is_causal=True, implementation=implementation)  # type: ignore[call-overload]  # fmt: skip
+        implementation = choose(q_BTNH.dtype, q_BTNH.shape[3], soft_cap=soft_cap, segments=segments_BT is not None)
+    if implementation == "cudnn":
+        if why := _cudnn_refusal(q_BTNH.dtype, q_BTNH.shape[3], soft_cap, segments_BT is not None):
+            raise ConfigError(f"config.model.attention: cudnn {why}; use auto or blocked")
+        return _cudnn(q_BTNH, k_BTKH, v_BTKH, window)
+    if implementation not in ("reference", "blocked"):
+        raise ConfigError(
+            f"config.model.attention: {implementation!r} is unknown; use auto, reference, blocked or cudnn"
+        )
+    T, K, H = q_BTNH.shape[1], k_BTKH.shape[2], q_BTNH.shape[3]
+    # Head by head, the queries that share a key head side by side: the layout that matrix products want.
+    q_BKGTH = q_BTNH.reshape(-1, T, K, q_BTNH.shape[2] // K, H).transpose(0, 2, 3, 1, 4)
+    k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
+    size = T if implementation == "reference" else block_size(T)
+    parts = []
+    for start in range(0, T, size):
+        stop = min(T, start + size)
+        first = 0 if window is None or size == T else max(0, start - window + 1)
+        rows, columns = slice(start, stop), slice(first, stop)
+        segments = None if segments_BT is None else (segments_BT[:, rows], segments_BT[:, columns])
+        block = functools.partial(_block, offset=start - first, window=window, soft_cap=soft_cap)
+        run = block if implementation == "reference" else jax.checkpoint(block)
+        parts.append(run(q_BKGTH[..., rows, :], k_BKTH[..., columns, :], v_BKTH[..., columns, :], segments))
+    mixed_BKGTH = parts[0] if len(parts) == 1 else jnp.concatenate(parts, 3)
+    return mixed_BKGTH.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape)
+
+
+def block_size(seq_len: int) -> int:
+    """Queries in a block: at most 16 blocks, so that the program stays small, and none of less than 64 queries."""
+    return min(seq_len, max(64, -(-seq_len // 16)))
+
+
+def _block(q_BKGCH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, segments: tuple[jax.Array, jax.Array] | None, *, offset: int, window: int | None, soft_cap: float | None) -> jax.Array:  # fmt: skip
+    """C queries over S keys, of which query c may see those up to c + offset: [B, K, G, C, H]."""
+    B, K, G, C, H = q_BKGCH.shape
+    S = k_BKSH.shape[2]
+    scores = jnp.einsum("BKRH,BKSH->BKRS", q_BKGCH.reshape(B, K, G * C, H), k_BKSH, preferred_element_type=jnp.float32)
+    scores_BKGCS = scores.reshape(B, K, G, C, S) / math.sqrt(H)
+    if soft_cap is not None:
+        scores_BKGCS = soft_cap * jnp.tanh(scores_BKGCS / soft_cap)
+    ahead_CS = jnp.arange(S) - jnp.arange(C)[:, None] - offset  # of the query's own position
+    visible = ahead_CS <= 0 if window is None else (ahead_CS <= 0) & (ahead_CS > -window)
+    if segments is not None:
+        visible = visible & (segments[0][:, None, None, :, None] == segments[1][:, None, None, None, :])
+    weights = jax.nn.softmax(jnp.where(visible, scores_BKGCS, _MASKED), -1).astype(v_BKSH.dtype)
+    mixed = jnp.einsum("BKRS,BKSH->BKRH", weights.reshape(B, K, G * C, S), v_BKSH)
+    return mixed.reshape(q_BKGCH.shape)
+
+
+def choose(dtype: Any, head_dim: int, *, soft_cap: float | None = None, segments: bool = False) -> str:
+    """The fastest implementation here that can do it. Measurements: docs/performance.md."""
+    return "blocked" if _cudnn_refusal(dtype, head_dim, soft_cap, segments) else "cudnn"
+
+
+def _cudnn_refusal(dtype: Any, head_dim: int, soft_cap: float | None, segments: bool) -> str | None:
+    """Why cuDNN cannot do it; JAX's public function hands segments on to nothing, and would mix documents silently."""
+    if jax.default_backend() != "gpu":
+        return f"needs an NVIDIA GPU, this is a {jax.default_backend()}"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"computes in bfloat16, model.dtype is {jnp.dtype(dtype).name}"
+    if head_dim > 128 or head_dim % 8:
+        return f"takes heads of up to 128 in steps of 8, these have {head_dim}"
+    if soft_cap is not None:
+        return "knows no model.attention_soft_cap"
+    return "keeps no packed documents apart" if segments else None
+
+
+def _cudnn(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, window: int | None) -> jax.Array:
+    local = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(  # type: ignore[call-overload]
+        q_BTNH, k_BTKH, v_BTKH, is_causal=True, local_window_size=local, implementation="cudnn"
+    )

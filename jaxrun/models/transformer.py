@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrun.config import ModelConfig
 from jaxrun.models.attention import attention, positions, rope
@@ -33,15 +34,22 @@ def _init(cfg: ModelConfig, key: jax.Array, shape: tuple[int, ...], *, residual:
 
 
 class Linear(nnx.Module):
-    """einsum(eqn, x, kernel) + bias, in the type of x. The bias spans the kernel's trailing `bias_dims` dimensions."""
+    """x · kernel + bias, in the type of x: the last dimensions of x are summed over the first ones of the kernel, and the
+    kernel's trailing `out_dims` dimensions, over which the bias lies, take their place.
 
-    def __init__(self, cfg: ModelConfig, eqn: str, shape: tuple[int, ...], axes: LogicalAxes, *, bias_dims: int, rngs: nnx.Rngs, residual: bool = False):  # fmt: skip
-        self.eqn = eqn
+    Always one product of two matrices: XLA:CPU takes a third longer for the three-dimensional ones of the backward pass.
+    """
+
+    def __init__(self, cfg: ModelConfig, shape: tuple[int, ...], axes: LogicalAxes, *, out_dims: int, rngs: nnx.Rngs, residual: bool = False):  # fmt: skip
+        self.out_dims = out_dims
         self.kernel = nnx.Param(_init(cfg, rngs.params(), shape, residual=residual), axes=axes)
-        self.bias = nnx.Param(jnp.zeros(shape[-bias_dims:], jnp.float32), axes=axes[-bias_dims:]) if cfg.bias else None
+        self.bias = nnx.Param(jnp.zeros(shape[-out_dims:], jnp.float32), axes=axes[-out_dims:]) if cfg.bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.einsum(self.eqn, x, self.kernel[...].astype(x.dtype))
+        kernel = self.kernel[...].astype(x.dtype)
+        in_dims = kernel.ndim - self.out_dims
+        rows, width = x.shape[: x.ndim - in_dims], math.prod(kernel.shape[:in_dims])
+        y = (x.reshape(-1, width) @ kernel.reshape(width, -1)).reshape(*rows, *kernel.shape[in_dims:])
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
@@ -75,12 +83,10 @@ class Attention(nnx.Module):
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         D, N, K, H = cfg.d_model, cfg.num_heads, kv_heads(cfg), head_dim(cfg)
         self.cfg = cfg
-        self.query = Linear(cfg, "BTD,DNH->BTNH", (D, N, H), ("embed", "heads", None), bias_dims=2, rngs=rngs)
-        self.key = Linear(cfg, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", None), bias_dims=2, rngs=rngs)
-        self.value = Linear(cfg, "BTD,DKH->BTKH", (D, K, H), ("embed", "kv_heads", None), bias_dims=2, rngs=rngs)
-        self.out = Linear(
-            cfg, "BTNH,NHD->BTD", (N, H, D), ("heads", None, "embed"), bias_dims=1, rngs=rngs, residual=True
-        )
+        self.query = Linear(cfg, (D, N, H), ("embed", "heads", None), out_dims=2, rngs=rngs)
+        self.key = Linear(cfg, (D, K, H), ("embed", "kv_heads", None), out_dims=2, rngs=rngs)
+        self.value = Linear(cfg, (D, K, H), ("embed", "kv_heads", None), out_dims=2, rngs=rngs)
+        self.out = Linear(cfg, (N, H, D), ("heads", None, "embed"), out_dims=1, rngs=rngs, residual=True)
         self.query_norm = Norm(cfg, H, "rmsnorm") if cfg.qk_norm else None
         self.key_norm = Norm(cfg, H, "rmsnorm") if cfg.qk_norm else None
 
@@ -92,9 +98,12 @@ class Attention(nnx.Module):
             place_BT = None if where is None else where.positions_BT
             q_BTNH, k_BTKH = rope(q_BTNH, self.cfg, place_BT), rope(k_BTKH, self.cfg, place_BT)
         q_BTNH = constrain(q_BTNH, "batch", None, "heads", None)
-        return self.out(
-            attention(q_BTNH, k_BTKH, v_BTKH, self.cfg.attention, None if where is None else where.segments_BT)
-        )
+        mixed_BTNH = attention(
+            q_BTNH, k_BTKH, v_BTKH,
+            implementation=self.cfg.attention, window=self.cfg.window, soft_cap=self.cfg.attention_soft_cap,
+            segments_BT=None if where is None else where.segments_BT,
+        )  # fmt: skip
+        return self.out(checkpoint_name(mixed_BTNH, "attention"))
 
 
 class FeedForward(nnx.Module):
@@ -102,13 +111,9 @@ class FeedForward(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs):
         D, F = cfg.d_model, cfg.d_ff
-        self.gate = (
-            Linear(cfg, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias_dims=1, rngs=rngs)
-            if cfg.mlp == "swiglu"
-            else None
-        )
-        self.up = Linear(cfg, "BTD,DF->BTF", (D, F), ("embed", "mlp"), bias_dims=1, rngs=rngs)
-        self.down = Linear(cfg, "BTF,FD->BTD", (F, D), ("mlp", "embed"), bias_dims=1, rngs=rngs, residual=True)
+        self.gate = Linear(cfg, (D, F), ("embed", "mlp"), out_dims=1, rngs=rngs) if cfg.mlp == "swiglu" else None
+        self.up = Linear(cfg, (D, F), ("embed", "mlp"), out_dims=1, rngs=rngs)
+        self.down = Linear(cfg, (F, D), ("mlp", "embed"), out_dims=1, rngs=rngs, residual=True)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         h_BTF = self.up(x_BTD)
@@ -184,7 +189,7 @@ class Transformer(nnx.Module):
             return x_BTD, _size(x_BTD) if watch else None
 
         x_BTD, sizes = jax.lax.scan(
-            _remat(layer, cfg.remat),
+            _remat(layer, cfg),
             x_BTD,
             (self.layers, layer_keys),
             unroll=1 if cfg.scan_layers else cfg.num_layers,
@@ -205,12 +210,19 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
 
 
-def _remat(layer: Any, policy: str) -> Any:
-    if policy == "none":
+def _remat(layer: Any, cfg: ModelConfig) -> Any:
+    """Recomputation in the backward pass by the name in model.remat; what each keeps: `ModelConfig.remat`."""
+    if cfg.remat == "none":
         return layer
     policies = jax.checkpoint_policies
-    keep = {"dots": policies.dots_with_no_batch_dims_saveable, "full": policies.nothing_saveable}[policy]
-    return jax.checkpoint(layer, policy=keep, prevent_cse=False)  # inside scan, CSE cannot undo it
+    keep = {
+        "dots": policies.dots_with_no_batch_dims_saveable,
+        "attention": policies.save_only_these_names("attention"),
+        "offload": policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+        "full": policies.nothing_saveable,
+    }[cfg.remat]
+    # CSE cannot undo it across the loops of a scan; layers that are written out need a barrier.
+    return jax.checkpoint(layer, policy=keep, prevent_cse=not cfg.scan_layers)
 
 
 def kv_heads(cfg: ModelConfig) -> int:

@@ -2,12 +2,15 @@
 
 Conventions: a multiplication and an addition are two operations; backward costs twice the forward; recomputation
 (remat) is not the model's; causal attention is counted in full, as PaLM does (Chowdhery et al. 2022, arXiv:2204.02311,
-appendix B), though half of its scores are masked; looking up an embedding is free, the output projection is not.
+appendix B), though half of its scores are masked, and with a sliding window of W positions as W keys for every query,
+though the first ones have fewer; looking up an embedding is free, the output projection is not. Blocked attention
+executes less than is counted, so that HFU can be below MFU.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxrun.config import Config, ModelConfig
 
-CONVENTION = "causal attention counted in full, output projection counted, embedding look-up and remat not"
+CONVENTION = "causal attention counted in full (a window of W: W keys a query), output projection counted, embedding look-up and remat not"
 
 
 class _Batch(NamedTuple):
@@ -47,16 +50,19 @@ def reference_flops(build: Callable[[Config], Any], config: Config) -> float:
 
 
 def _lowered_flops(build: Callable[[Config], Any], config: Config, num_layers: int) -> float:
+    t, seen = config.train, min(config.model.window or config.train.seq_len, config.train.seq_len)
+    # A window of W costs by convention what sequences of W would: as many tokens, each with W keys.
+    shape = (t.batch_size * -(-t.seq_len // seen), seen)
     plain = dataclasses.replace(
         config,
         model=dataclasses.replace(
-            config.model, num_layers=num_layers, scan_layers=False, remat="none", attention="xla", dropout=0.0
+            config.model, num_layers=num_layers, scan_layers=False, remat="none", attention="reference", window=None,
+            loss_chunk=math.prod(shape), dropout=0.0,
         ),
-        train=dataclasses.replace(config.train, accum_steps=1),
-    )
+        train=dataclasses.replace(t, accum_steps=1),
+    )  # fmt: skip
     fns = build(plain)
     params = jax.eval_shape(fns.init, jax.random.key(0)).params
-    shape = (config.train.batch_size, config.train.seq_len)
     batch = _Batch(*(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32)))
 
     def loss_fn(params: Any, batch: _Batch) -> jax.Array:
@@ -66,17 +72,17 @@ def _lowered_flops(build: Callable[[Config], Any], config: Config, num_layers: i
     cost = jax.jit(jax.value_and_grad(loss_fn)).lower(params, batch).cost_analysis()
     if not cost or not cost.get("flops", 0) > 0:
         raise RuntimeError(f"XLA gave no FLOPs for a lowering on {jax.default_backend()}; use analytic_flops")
-    return cost["flops"]
+    return cost["flops"] * (t.batch_size * t.seq_len) / math.prod(shape)
 
 
 def analytic_flops(cfg: ModelConfig, seq_len: int, tokens: int) -> float:
     """Model FLOPs of forward and backward over `tokens` tokens in sequences of `seq_len`, matrix products alone.
 
     6 per token and weight of a matrix, and 12 per token, layer, head, head width and position attended to
-    (PaLM, appendix B).
+    (PaLM, appendix B): seq_len, or the window where that is shorter.
     """
     matrices = cfg.num_layers * sum(_layer_matrices(cfg)) + cfg.vocab_size * cfg.d_model
-    attention = cfg.num_layers * cfg.num_heads * _head_dim(cfg) * seq_len
+    attention = cfg.num_layers * cfg.num_heads * _head_dim(cfg) * min(cfg.window or seq_len, seq_len)
     return float(tokens) * (6 * matrices + 12 * attention)
 
 

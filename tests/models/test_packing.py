@@ -9,7 +9,7 @@ import pytest
 from jax import Array
 
 from jaxrun import models
-from jaxrun.config import Config, ModelConfig, TrainConfig, validate
+from jaxrun.config import Config, ConfigError, ModelConfig, TrainConfig, validate
 from jaxrun.models.attention import attention, positions
 
 SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4, "num_kv_heads": 2, "d_ff": 48, "vocab_size": 64}
@@ -52,8 +52,8 @@ def test_positions_start_anew_with_every_segment() -> None:
 
 def test_an_attention_that_would_leave_segments_out_refuses_them() -> None:
     x_BTNH = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="cudnn"):
-        attention(x_BTNH, x_BTNH, x_BTNH, "cudnn", jnp.ones((1, 4), jnp.int32))
+    with pytest.raises(ConfigError, match="cudnn"):
+        attention(x_BTNH, x_BTNH, x_BTNH, implementation="cudnn", segments_BT=jnp.ones((1, 4), jnp.int32))
     tree = {"model": {"attention": "cudnn", "dtype": "bfloat16"}, "data": {"document_mask": True}}
     with pytest.raises(ValueError, match=r"config.model.attention: cudnn does not keep documents apart"):
         validate(tree)

@@ -147,7 +147,7 @@ def plain_gradients() -> models.Params:
 
 
 @pytest.mark.parametrize(
-    ("scan_layers", "remat"), [(False, "none"), (True, "dots"), (True, "full"), (False, "full")]
+    ("scan_layers", "remat"), [(False, "none"), (True, "dots"), (True, "attention"), (True, "full"), (False, "full")]
 )  # fmt: skip
 def test_neither_unrolling_nor_rematerialising_changes_a_gradient(
     scan_layers: bool, remat: str, plain_gradients: models.Params
@@ -166,6 +166,24 @@ def test_full_rematerialisation_computes_the_layers_again_in_the_backward_pass()
         return str(jax.make_jaxpr(grad)(params)).count("dot_general[")
 
     assert num_products("none") < num_products("dots") < num_products("full")
+
+
+def test_what_the_backward_pass_is_handed_falls_from_policy_to_policy() -> None:
+    """Bytes that a scan of 8 layers stacks for its backward pass, read from the compiled program's temporary memory."""
+    cfg = dataclasses.replace(LLAMA, num_layers=8, d_model=64, d_ff=192, num_kv_heads=4)
+    tokens = jnp.zeros((4, 128), jnp.int32)
+
+    def temporary_bytes(remat: str) -> int:
+        model = models.build(dataclasses.replace(cfg, remat=remat), 128)
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        grad = jax.jit(jax.grad(lambda p: model.apply(p, tokens)[0].sum()))
+        return grad.lower(params).compile().memory_analysis().temp_size_in_bytes
+
+    none, dots, attention, full = (temporary_bytes(remat) for remat in ("none", "dots", "attention", "full"))
+    print(f"temporary memory: none {none}, dots {dots}, attention {attention}, full {full} bytes")
+    assert none > 1.2 * dots
+    assert dots > 1.2 * attention
+    assert attention > full
 
 
 @pytest.mark.parametrize("cfg", [LLAMA, GPT2], ids=["llama", "gpt2"])

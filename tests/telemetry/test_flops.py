@@ -68,13 +68,20 @@ def test_parameter_counts_hold_for_every_kind_of_model(norm: str, mlp: str, posi
     [
         (GPT2, 1024), (ModelConfig(), 256), (LLAMA, 8192), (dataclasses.replace(LLAMA, tied_embedding=True), 8192),
         (dataclasses.replace(GPT2, tied_embedding=False), 512), (ODD, 256),
+        (dataclasses.replace(ODD, window=96), 1024), (dataclasses.replace(ODD, window=4096, attention_soft_cap=50.0), 1024),
+        (dataclasses.replace(LLAMA, window=1024), 8192),
     ],
-    ids=["gpt2_tied", "default", "llama_gqa", "llama_tied", "gpt2_untied", "gqa_wide_heads_qk_norm"],
+    ids=["gpt2_tied", "default", "llama_gqa", "llama_tied", "gpt2_untied", "gqa_wide_heads_qk_norm", "window_that_does_not_divide", "window_beyond_the_context", "llama_window"],
 )  # fmt: skip
 def test_xlas_count_agrees_with_the_formula_within_a_percent(model: ModelConfig, seq_len: int) -> None:
     assert reference_flops(step.build, config(model, seq_len)) == pytest.approx(
         analytic_flops(model, seq_len, 4 * seq_len), rel=0.01
     )
+
+
+def test_a_window_costs_what_sequences_of_its_length_cost() -> None:
+    windowed = dataclasses.replace(ODD, window=128)
+    assert analytic_flops(windowed, 1024, 8192) == analytic_flops(ODD, 128, 8192) < analytic_flops(ODD, 1024, 8192)
 
 
 def test_depth_by_difference_equals_all_layers_written_out() -> None:
@@ -85,7 +92,10 @@ def test_depth_by_difference_equals_all_layers_written_out() -> None:
 
 def test_how_a_run_computes_does_not_change_what_its_model_costs() -> None:
     plain = config(dataclasses.replace(ODD, scan_layers=False))
-    scanned = config(dataclasses.replace(ODD, scan_layers=True, remat="full", dropout=0.1), accum_steps=4)
+    scanned = config(
+        dataclasses.replace(ODD, scan_layers=True, remat="full", dropout=0.1, attention="blocked", loss_chunk=512),
+        accum_steps=4,
+    )
     assert reference_flops(step.build, plain) == reference_flops(step.build, scanned)
 
 
