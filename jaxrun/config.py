@@ -290,6 +290,8 @@ class LaunchConfig:
 
     # A process that its peers have not heard of for so long is lost: all the others end, to be started again.
     heartbeat_timeout_s: int = 30
+    # How long a process waits for the others to start. Under Slurm, one that waited in vain leaves the job to Slurm.
+    join_timeout_s: float = 300.0
     # How long a process that lives may stand still in each phase before the supervisor ends it. startup: imports, the
     # other processes, the data. save: what a process waits at most for the others' part of a checkpoint; the supervisor
     # allows three times that, as what was written is hashed and read back.

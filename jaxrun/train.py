@@ -60,7 +60,7 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
     Raises:
       ConfigError: before anything is compiled, or written into `workdir`.
     """
-    launch.start(config.launch.heartbeat_timeout_s, config.launch.startup_timeout_s)
+    launch.start(config.launch.heartbeat_timeout_s, config.launch.join_timeout_s)
     launch.cache_compilations(cache_root(config.data.cache_dir) / "xla")
     sizes = sharding.resolve(config.mesh, jax.device_count())
     sharding.check(config, sizes)

@@ -23,14 +23,14 @@ T = TypeVar("T")
 _EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
-def start(heartbeat_timeout_s: int = 30, startup_timeout_s: float = 300.0) -> None:
+def start(heartbeat_timeout_s: int = 30, join_timeout_s: float = 300.0) -> None:
     """Joins the other processes of this run, if the environment says that there are any.
 
     Explicit addresses (the three JAX_* variables) come first; else Slurm and Open MPI are recognised by JAX itself.
     A lost peer ends this process within `heartbeat_timeout_s`: JAX aborts it, and whoever started it starts it again.
 
     Args:
-      startup_timeout_s: how long the others are waited for; one may still have to be found hung, and be ended.
+      join_timeout_s: how long the others are waited for; one may still have to be found hung, and be ended.
     """
     set_gpu_flags()
     keep_heap()
@@ -39,7 +39,7 @@ def start(heartbeat_timeout_s: int = 30, startup_timeout_s: float = 300.0) -> No
     env = os.environ
     timeouts: dict[str, Any] = {
         "heartbeat_timeout_seconds": heartbeat_timeout_s,
-        "initialization_timeout": int(startup_timeout_s),
+        "initialization_timeout": int(join_timeout_s),
     }
     given = [name for name in _EXPLICIT if name in env]
     if given and len(given) < len(_EXPLICIT):

@@ -60,6 +60,8 @@ class End:
     journaled: str | None = None
     # It has not died of SIGKILL: the kernel waits for a device or a file system.
     unkillable: bool = False
+    # One of several tasks of a job, which waited for the others in vain.
+    lonely: bool = False
 
     @property
     def cause(self) -> str:
@@ -81,7 +83,7 @@ class Decision:
     crash_loop: bool = False
 
 
-def decide(
+def decide(  # noqa: PLR0911 (one for each way on)
     end: End, config: LaunchConfig, *, signalled: bool, idle_starts: int, starts: int, max_restarts: int | None
 ) -> Decision:
     """Whether and when the trainer is started again.
@@ -100,6 +102,8 @@ def decide(
     if end.unkillable or signalled:  # what cannot be killed holds the run directory, and perhaps the devices
         why = "the trainer does not die of SIGKILL" if end.unkillable else "asked to stop"
         return Decision(UNKILLABLE if end.unkillable else code, why=why)
+    if end.lonely:  # Slurm may not have noticed that a node has lost its tasks; nobody but Slurm can start them again
+        return Decision(STOPPED, why=f"the others did not come within join_timeout_s {config.join_timeout_s:g} s")
     idle = 0 if end.progress else idle_starts + 1
     if idle >= config.max_idle_starts:
         return Decision(CRASH_LOOP, 0.0, idle, f"{idle} starts in a row finished no new step", crash_loop=True)
@@ -188,10 +192,12 @@ class Supervisor:
             self._say("unkillable", pid=child.pid, why=why, state=process_state(child.pid), step=seen.best_step)
             self._tell("unkillable", seen.best_step, why=why, pid=child.pid)
             return End(-signal.SIGKILL, hang, progress, self._last_word(seen, started), unkillable=True)
-        end = End(code, hang, progress, self._last_word(seen, started))
+        lived_s = time.monotonic() - clock
+        lonely = _under_slurm() and patience.phase == "start_up" and lived_s >= self._config.join_timeout_s
+        end = End(code, hang, progress, self._last_word(seen, started), lonely=lonely)
         self._say(
             "end", number=starts, pid=child.pid, code=code, cause=end.cause, step=seen.best_step, phase=patience.phase,
-            lived_s=round(time.monotonic() - clock, 3), progress=progress,
+            lived_s=round(lived_s, 3), progress=progress,
         )  # fmt: skip
         return end
 
@@ -339,6 +345,11 @@ class _Record:
                 failing = True
             if last:
                 return
+
+
+def _under_slurm() -> bool:
+    """Whether this is one of several tasks of a job, which Slurm starts all together."""
+    return "SLURM_JOB_ID" in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1
 
 
 def last_traceback(path: Path) -> str | None:

@@ -60,7 +60,7 @@ def get_config():
         checkpoint=CheckpointConfig(every={every}, keep=3),
         telemetry=TelemetryConfig(tensorboard=False, peak_flops=1e12),
         launch=LaunchConfig(
-            heartbeat_timeout_s={heartbeat}, save_timeout_s=20.0, step_timeout_s=10.0, kill_after_s=1.0, grace_s=30.0, backoff_s=0.25,
+            join_timeout_s=60.0, heartbeat_timeout_s={heartbeat}, save_timeout_s=20.0, step_timeout_s=10.0, kill_after_s=1.0, grace_s=30.0, backoff_s=0.25,
             max_backoff_s=2.0, max_idle_starts=20,
         ),
     )

@@ -5,7 +5,7 @@
 Every row is a process of its own, one after another: jaxrun's compiled step with each attention and each remat policy,
 and a PyTorch Llama (transformers; SDPA, torch.compile, bfloat16 autocast). MFU counts as jaxrun does (`telemetry.flops`)
 for both. A row that does not fit is reported as out of memory. --dry-run: shapes and programs are lowered here for a
-tiny batch and nothing is run, which needs no GPU. What guard and telemetry cost: scripts/bench/guard_cost.py.
+tiny batch and nothing is run, which needs no GPU. What guard and telemetry cost: scripts/bench/cost.py.
 """
 
 import argparse

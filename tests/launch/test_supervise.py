@@ -140,6 +140,13 @@ def test_a_trainer_that_stopped_on_request_goes_on_at_once_unless_the_supervisor
     assert decided(End(-15, None, False), signalled=True).exit_code == 143
 
 
+def test_one_whose_others_never_came_leaves_the_job_to_the_scheduler() -> None:
+    alone = decided(End(1, None, False, lonely=True))
+    assert alone.exit_code == 75
+    assert "join_timeout_s 300" in alone.why
+    assert decided(End(1, None, False, journaled="finished", lonely=True)).exit_code == 0
+
+
 def test_the_delay_doubles_up_to_a_maximum_and_starts_afresh_after_progress() -> None:
     assert [decided(CRASH, idle_starts=n).delay_s for n in range(4)] == [1.0, 2.0, 4.0, 6.0]
     assert decided(End(1, None, True), idle_starts=3) == Decision(None, 0.0, 0)
