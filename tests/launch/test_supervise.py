@@ -57,7 +57,8 @@ from jaxrun.config import load
 from jaxrun.launch import supervise
 from jaxrun.launch.supervise import Supervisor
 cli._log_to_stderr()
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell, or nohup, may have had them ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 {before}
 sys.exit(Supervisor([sys.executable, "-c", {trainer!r}], load({config!r}), Path({workdir!r})).run())
 """
