@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrun.config import LaunchConfig
-from jaxrun.launch.heartbeat import FOLDER, PHASES, read_heartbeat
+from jaxrun.journal import HEARTBEATS
+from jaxrun.launch.heartbeat import PHASES, read_heartbeat
 from jaxrun.launch.watch import limit_s
 from jaxrun.telemetry.status import Status, last_write, status
 
@@ -35,7 +36,7 @@ def allowed_s(workdir: Path, config: Mapping[str, Any]) -> float:
 
     The loop beats where a phase begins, and not again until it ends: a thread that did would say nothing of the loop.
     """
-    beats = [beat for path in (workdir / FOLDER).glob("*.json") if (beat := read_heartbeat(path)) is not None]
+    beats = [beat for path in (workdir / HEARTBEATS).glob("*.json") if (beat := read_heartbeat(path)) is not None]
     phase = max(beats, key=lambda beat: beat.time).phase if beats else "step"
     if phase == "step" or phase not in PHASES:  # by another version of jaxrun
         return 0.0

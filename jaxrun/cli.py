@@ -13,11 +13,10 @@ from pathlib import Path
 from jaxrun import __version__
 from jaxrun import config as config_lib
 from jaxrun.config import ConfigError
+from jaxrun.launch.exits import BAD_CONFIG
 from jaxrun.launch.heartbeat import be_supervised
 
 log = logging.getLogger("jaxrun")
-
-BAD_CONFIG = 78
 
 
 def main(argv: Sequence[str] | None = None) -> int:  # noqa: PLR0911 (one for each way to end)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrun import data, models, sharding
+from jaxrun.config import Config
 from jaxrun.step import AnyBatch, Batch, PackedBatch
 
 
@@ -32,6 +33,22 @@ class Evaluation(NamedTuple):
     @property
     def bits_per_byte(self) -> float | None:
         return self.nll / math.log(2) / self.text_bytes if self.text_bytes else None
+
+
+EvalSets = dict[str | None, data.TrainingData]
+
+
+def open_sets(config: Config) -> tuple[data.TrainingData, EvalSets]:
+    """What a run is trained on; and what it is evaluated on, by name: the held-out part of the former, if it has one,
+    under None.
+
+    Raises:
+      ConfigError: as `data.open_dataset` and `data.open_eval_sets`.
+    """
+    d, t, vocab_size = config.data, config.train, config.model.vocab_size
+    dataset = data.open_dataset(d, seq_len=t.seq_len, vocab_size=vocab_size, seed=t.seed)
+    named = data.open_eval_sets(d, dataset, seq_len=t.seq_len, vocab_size=vocab_size)
+    return dataset, named if dataset.eval_problem else {None: dataset, **named}
 
 
 def to_devices(

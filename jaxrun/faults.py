@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import jax
 
 State = TypeVar("State")
+R = TypeVar("R", bound=tuple[Any, ...])
 
 # The top bit of a float32's exponent: flipped, a magnitude below 1 grows by 2**128.
 TOP_EXPONENT_BIT = np.uint32(1 << 30)
@@ -148,6 +149,10 @@ class Faults:
                 weights = weights.copy()
                 weights[hit, 0] = np.nan
         return inputs, targets, weights
+
+    def applied_to(self, rows: R, batch_index: int, row_numbers: Sequence[int], vocab_size: int) -> R:
+        """`rows` for a batch as a data set gives it: a tuple of inputs, targets, weights, and what is left as it is."""
+        return type(rows)(*self.rows(batch_index, row_numbers, *rows[:3], vocab_size), *rows[3:])  # type: ignore[call-arg]
 
     def reported_loss(self, batch_index: int, loss: float) -> float:
         """The loss that is reported for this batch: training itself does not see a `level_shift`."""

@@ -25,7 +25,7 @@ def write(workdir: Path) -> Path:
 def text(workdir: Path) -> str:
     events = list(read_lines(workdir / EVENTS))
     end = next(e for e in reversed(events) if e["kind"] == "gave_up")
-    known = labels(events, step=-1, healthy_since=0, healthy_steps=0)
+    known = labels(events)
     stored = {p.name for p in (workdir / "checkpoints").glob("*")}
     good = [s for s, label in known.items() if label == "good" and s < end["onset"] and str(s) in stored]
     windows = [e for e in events if e["kind"] == "window_skipped"]

@@ -109,7 +109,7 @@ class History:
         Process 0's journal counts: call it there, or through `agreed_labels`.
         """
         if guard is None:
-            return dict(labels(self._events, step=-1, healthy_since=0, healthy_steps=0))
+            return dict(labels(self._events))
         judged = guard.state.last_step or 0
         return dict(
             labels(

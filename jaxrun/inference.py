@@ -13,7 +13,7 @@ from jaxrun import step as step_lib
 from jaxrun.checkpoint import Checkpointer
 from jaxrun.config import Config, ConfigError, MeshConfig
 from jaxrun.data.cache import cache_root
-from jaxrun.evaluate import Evaluation
+from jaxrun.evaluate import Evaluation, open_sets
 from jaxrun.evaluate import evaluate as evaluate_on
 
 
@@ -44,18 +44,15 @@ def evaluate(
     `max_batches` batches.
     """
     step, params, fns, mesh = load(config, workdir, step)
-    d, t, vocab_size = config.data, config.train, config.model.vocab_size
-    dataset = data.open_dataset(d, seq_len=t.seq_len, vocab_size=vocab_size, seed=t.seed)
-    named = data.open_eval_sets(d, dataset, seq_len=t.seq_len, vocab_size=vocab_size)
-    if dataset.eval_problem and not named:
+    dataset, sets = open_sets(config)
+    if not sets and dataset.eval_problem:
         raise ConfigError(dataset.eval_problem)
-    sets: dict[str | None, data.TrainingData] = {} if dataset.eval_problem else {None: dataset}
-    batch_size = len(jax.devices()) * max(1, t.batch_size // len(jax.devices()))
+    batch_size = len(jax.devices()) * max(1, config.train.batch_size // len(jax.devices()))
     with jax.set_mesh(mesh):
         eval_step = jax.jit(fns.eval_step)
         found: dict[str | None, Evaluation] = {
             name: evaluate_on(eval_step, params, held_out, batch_size=batch_size, mesh=mesh, max_batches=max_batches)
-            for name, held_out in {**sets, **named}.items()
+            for name, held_out in sets.items()
         }
     return step, found
 

@@ -21,6 +21,8 @@ import numpy as np
 EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
 STEPS = "steps.bin"
+HEARTBEATS = "heartbeats"
+DEVICES = "devices"
 
 
 def plain(value: Any) -> Any:
@@ -38,6 +40,15 @@ def plain(value: Any) -> Any:
 
 def dumps(record: Mapping[str, Any]) -> str:
     return json.dumps(plain(record), allow_nan=False, separators=(", ", ": "))
+
+
+def sync(path: Path) -> None:
+    """Brings a file, or a folder's list of names, to the disk: else a rename may be there before the data it renames."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class LineFile:

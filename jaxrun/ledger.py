@@ -11,7 +11,7 @@ import numpy as np
 from jaxrun import data
 from jaxrun.config import Config, ConfigError
 from jaxrun.data import deny
-from jaxrun.journal import EVENTS, read_lines, read_steps, skipped_windows
+from jaxrun.journal import EVENTS, is_skipped, read_lines, read_steps, skipped_windows
 from jaxrun.replay import open_data, where
 from jaxrun.telemetry.series import restores
 
@@ -109,7 +109,7 @@ class Ledger:
                 note = "" if r["skip_reason"] == 0 else "  (no update)"
                 yield f"step {step}: batch {index}, rows {', '.join(map(str, rows))}{note}"
         for index in sorted(wanted):
-            if any(first <= index < end for first, end in windows):
+            if is_skipped(index, windows):
                 found += 1
                 yield f"discarded: batch {index}"
         if not found:

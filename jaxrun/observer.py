@@ -100,9 +100,12 @@ class Observer:
         self._interval.restart()
         self._compilations.watch()
 
-    def fetching(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
         """Around the wait for numbers of a step: the devices' time, not this process's own."""
-        return _Timed(self)
+        start = time.perf_counter()
+        yield
+        self._device_wait_s += time.perf_counter() - start
 
     @contextlib.contextmanager
     def waiting_for_data(self, in_flight: Sequence[Any]) -> Iterator[None]:
@@ -135,7 +138,7 @@ class Observer:
         """A line of metrics.jsonl for the step `flown`, whose numbers are `m`."""
         if not (self._metrics and self._progress):
             return
-        o, every = self._config.optim, self._config.telemetry.norms_every
+        o = self._config.optim
         speed = self._interval.take(jax.device_count())
         line = {
             "step": flown.step,
@@ -154,15 +157,19 @@ class Observer:
             **speed,
             **self._efficiency.at(speed["step_time_s"]),
             **memory_stats(),
-            **(_by_group(flown.metrics.groups) if every and flown.step % every == 0 else {}),
+            **(_by_group(flown.metrics.groups) if self._wants_norms(flown.step) else {}),
         }
         self._metrics.write(line)
         self._progress.show(line)
 
     def wants_line(self, step: int) -> bool:
         """Whether this step gets a line whatever happens in it."""
-        t, every = self._config.train, self._config.telemetry.norms_every
-        return step in (1, t.num_steps) or step % t.log_every == 0 or (every > 0 and step % every == 0)
+        t = self._config.train
+        return step in (1, t.num_steps) or step % t.log_every == 0 or self._wants_norms(step)
+
+    def _wants_norms(self, step: int) -> bool:
+        every = self._config.telemetry.norms_every
+        return every > 0 and step % every == 0
 
     def evaluated(self, step: int, attempt: int, metrics: Mapping[str, float]) -> None:
         if self._metrics and self._progress:
@@ -247,19 +254,6 @@ class _Told(NamedTuple):
     stepping_s: float
     device_wait_s: float
     data_wait_s: float
-
-
-class _Timed:
-    """Adds the time inside a `with` block to an observer's wait for devices."""
-
-    def __init__(self, observer: Observer):
-        self._observer = observer
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._observer._device_wait_s += time.perf_counter() - self._start
 
 
 def _by_group(groups: Any) -> dict[str, float]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
-from jaxrun import checkpoint, launch
+from jaxrun import checkpoint, launch, rundir
 from jaxrun import config as config_lib
 from jaxrun.config import Config, ConfigError
 from jaxrun.guard import GiveUp, Guard, Rewind, labels
@@ -15,17 +14,12 @@ from jaxrun.journal import EVENTS, Journal, next_attempt, read_lines, read_steps
 from jaxrun.telemetry.text import duration
 
 
-def checkpoint_labels(events: list[dict[str, Any]]) -> dict[int, str]:
-    """Checkpoint -> what the run itself said of it, so far."""
-    return dict(labels(events, step=-1, healthy_since=0, healthy_steps=0))
-
-
 def list_checkpoints(workdir: Path) -> str:
     """A table of what lies in a run's checkpoints/: step, label, size, age, state of the hashes."""
     folder = workdir / "checkpoints"
     if not folder.is_dir():
         raise ConfigError(f"{workdir}: has no checkpoints/; give the --workdir of a run that has saved one")
-    known = checkpoint_labels(list(read_lines(workdir / EVENTS)))
+    known = labels(list(read_lines(workdir / EVENTS)))
     rows = [("step", "label", "size", "age", "hashes")]
     for path in sorted(
         folder.iterdir(), key=lambda p: (int(p.name.split(".")[0]) if p.name.split(".")[0].isdecimal() else -1, p.name)
@@ -60,9 +54,8 @@ def rewind(workdir: Path, config: Config, *, to_step: int, skip: tuple[int, int]
     lock = launch.RunLock(workdir)
     try:
         events = list(read_lines(workdir / EVENTS))
-        known = checkpoint_labels(events)
-        folder = workdir / "checkpoints"
-        stored = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+        known = labels(events)
+        stored = rundir.stored_steps(workdir)
         usable = [0, *(s for s in stored if s and known.get(s) != "suspect")]
         if to_step not in usable:
             why = (

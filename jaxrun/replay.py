@@ -146,8 +146,8 @@ def replay(config: Config, workdir: Path, step: int, attempt: int | None = None)
 
         def batch_at(index: int) -> step_lib.AnyBatch:
             read = dataset.rows(index, rows, t.batch_size)
-            faulty = rehearsed.rows(index, rows, *read[:3], config.model.vocab_size)
-            return to_devices(type(read)(*faulty, *read[3:]), rows, t.batch_size, mesh)
+            faulty = rehearsed.applied_to(read, index, rows, config.model.vocab_size)
+            return to_devices(faulty, rows, t.batch_size, mesh)
 
         def run(state: step_lib.TrainState, r: Any) -> tuple[step_lib.TrainState, step_lib.Metrics]:
             index = int(r["batch_index"])

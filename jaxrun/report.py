@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxrun import __version__
+from jaxrun import __version__, rundir
 from jaxrun.alive import status_of
 from jaxrun.config import ConfigError, flatten
 from jaxrun.guard import labels
 from jaxrun.journal import EVENTS, METRICS, is_skipped, read_lines, skipped_windows
-from jaxrun.rundir import write_atomically
 from jaxrun.telemetry import page as page_lib
 from jaxrun.telemetry import plots
 from jaxrun.telemetry import status as status_lib
@@ -54,8 +53,8 @@ class Reported:
     def __init__(self, workdir: Path, now: float):
         self.workdir, self.name = workdir, workdir.resolve().name
         self.events = list(read_lines(workdir / EVENTS))
-        self.config = flatten(status_lib.read_json(workdir / "config.json"))
-        run = status_lib.read_json(workdir / "run.json")
+        self.config = flatten(status_lib.read_json(workdir / rundir.CONFIG))
+        run = status_lib.read_json(workdir / rundir.RUN)
         self.starts, self.data = run.get("starts") or [], run.get("data", "")
         self.lines = status_lib.tail(workdir / METRICS)
         self.status = status_of(workdir, self.events, self.lines, starts=self.starts, config=self.config, now=now)
@@ -85,7 +84,7 @@ class Reported:
         return status_lib.device_lines(self.workdir, _DEVICE_BYTES, read=status_lib.spread)
 
     def last(self, key: str) -> Any:
-        return next((line[key] for line in reversed(self.lines) if line.get(key) is not None), None)
+        return status_lib.newest(self.lines, key)
 
     def event(self, *kinds: str) -> list[dict[str, Any]]:
         return [e for e in self.events if e["kind"] in kinds]
@@ -318,9 +317,8 @@ def _checkpoints(made: Page, run: Reported, title: str, now: float) -> None:
     if not saved:
         return
     made.heading(title)
-    known = labels(run.events, step=-1, healthy_since=0, healthy_steps=0)
-    folder = run.workdir / "checkpoints"
-    stored = {int(p.name) for p in folder.iterdir() if p.name.isdecimal()} if folder.is_dir() else set()
+    known = labels(run.events)
+    stored = set(rundir.stored_steps(run.workdir))
     styles = {"good": "good", "suspect": "bad"}
     rows = []
     for step in sorted(stored & saved.keys())[-_MANY:]:
@@ -423,6 +421,6 @@ def main(argv: Sequence[str]) -> int:
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}; make it first")
     text = page(args.runs, time.time())
-    write_atomically(output, text)
+    rundir.write_atomically(output, text)
     print(f"{output} ({bytes_text(len(text.encode()))}): open it in a browser")
     return 0

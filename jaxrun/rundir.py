@@ -45,6 +45,12 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def stored_steps(workdir: Path) -> list[int]:
+    """The steps whose checkpoints have a folder, ascending; what is in it is not looked at."""
+    folder = workdir / "checkpoints"
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+
+
 def config_changes(workdir: Path, config: Config, fingerprint: str, *, accept: bool) -> dict[str, tuple[Any, Any]]:
     """What differs between this start and the run in `workdir`: dotted path -> (recorded, now). Empty for a new run.
 

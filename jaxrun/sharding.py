@@ -121,6 +121,15 @@ def share(shape: Sequence[int], *axes: str | None) -> tuple[int, ...]:
     return NamedSharding(mesh, spec(axes, shape, mesh)).shard_shape(tuple(shape))
 
 
+def on_any(flag: bool) -> bool:
+    """Whether it is so on any process, on every process; all have to ask."""
+    if jax.process_count() == 1:
+        return flag
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.int32(flag))))
+
+
 def batch_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     """For arrays [batch, ...]: rows over the data axes."""
     return shard(("batch", *(None,) * (len(shape) - 1)), shape, mesh)

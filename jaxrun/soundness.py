@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jaxrun import launch
+from jaxrun import sharding
 from jaxrun.config import Config
 from jaxrun.guard import same_bits
 from jaxrun.replicas import Mismatch, Replicas
@@ -58,7 +58,7 @@ class Soundness:
         """
         if again is not None:
             numbers = differ(once, again)
-            if launch.on_any(bool(numbers)):
+            if sharding.on_any(bool(numbers)):
                 self._on_event("repetition_differs", step=step, **numbers)
                 return step - 1
         if hashes is None or self._copies is None:

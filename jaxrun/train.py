@@ -26,10 +26,11 @@ from jaxrun import checkpoint, data, faults, launch, replicas, rundir, sharding
 from jaxrun import step as step_lib
 from jaxrun.config import Config, ConfigError
 from jaxrun.data.cache import cache_root
-from jaxrun.evaluate import evaluate, metrics, to_devices
+from jaxrun.evaluate import EvalSets, evaluate, metrics, open_sets, to_devices
 from jaxrun.guard import GiveUp, Question, Rebaseline, Record, Rewind, SpikeOver, SpikeSeen
 from jaxrun.history import History
 from jaxrun.journal import StepRecords, is_skipped
+from jaxrun.launch.exits import FINISHED, GAVE_UP, STOPPED
 from jaxrun.observer import ACCOUNT_EVERY_S, Observer
 from jaxrun.recovery import Position, Recovery
 from jaxrun.soundness import Soundness, differ
@@ -37,9 +38,6 @@ from jaxrun.telemetry.flops import param_count
 from jaxrun.telemetry.peaks import Peak, peak
 
 log = logging.getLogger("jaxrun")
-# Exit codes: jaxrun's contract with schedulers and supervisors.
-FINISHED, GAVE_UP, STOPPED = 0, 70, 75
-
 # Steps between dispatching a step and reading its numbers, so that the device never waits for the host. What is
 # decided for step t rests on the records of steps up to t - LAG, whatever else is known by then: so the same run
 # decides the same again.
@@ -89,25 +87,15 @@ def train(config: Config, workdir: Path, *, accept_config_change: bool = False) 
                 run.close()
 
 
-EvalSets = dict[str | None, data.TrainingData]
-
-
 def _open_data(config: Config) -> tuple[data.TrainingData, EvalSets]:
-    """What is trained on; and what is evaluated on, by name, the held-out part of the former, if it has one, under None."""
-
-    def open_dataset() -> tuple[data.TrainingData, EvalSets]:
-        d, t, vocab_size = config.data, config.train, config.model.vocab_size
-        dataset = data.open_dataset(d, seq_len=t.seq_len, vocab_size=vocab_size, seed=t.seed)
-        named = data.open_eval_sets(d, dataset, seq_len=t.seq_len, vocab_size=vocab_size)
-        return dataset, named if dataset.eval_problem else {None: dataset, **named}
-
+    """What is trained and evaluated on, as `evaluate.open_sets`, on every process."""
     opened: list[tuple[data.TrainingData, EvalSets]] = []
     # Process 0 first: it fills the token cache that the others then find.
-    launch.agree(lambda: opened.append(open_dataset()))
+    launch.agree(lambda: opened.append(open_sets(config)))
     if opened:
         return opened[0]
     try:
-        return open_dataset()
+        return open_sets(config)
     except Exception as error:  # process 0 has opened it
         launch.fail_alone(error)
         raise
@@ -295,7 +283,7 @@ class Run:
             flown = InFlight(at.step + 1, first[0], at.guard.lr_scale(at.step + 1), NO_UPDATE)
             state, once = self._without_update(train_step, state, first[1], flown)
             state, again = self._without_update(train_step, state, first[1], flown)
-            repeats = self.soundness.repeats = not launch.on_any(bool(differ(once, again)))
+            repeats = self.soundness.repeats = not sharding.on_any(bool(differ(once, again)))
             self._event("self_test", repeats=repeats)
             if not repeats:
                 log.warning("a step does not repeat bit for bit here: the guard cannot tell bad hardware from bad data")
@@ -323,8 +311,7 @@ class Run:
 
     def _put_rows(self, batch_index: int, rows: data.Rows | data.PackedRows) -> step_lib.AnyBatch:
         if self.faults:
-            faulty = self.faults.rows(batch_index, self.rows, *rows[:3], self.config.model.vocab_size)
-            rows = type(rows)(*faulty, *rows[3:])
+            rows = self.faults.applied_to(rows, batch_index, self.rows, self.config.model.vocab_size)
         return to_devices(rows, self.rows, self.config.train.batch_size, self.mesh)
 
     def _strike(self, state: step_lib.TrainState) -> step_lib.TrainState:

@@ -16,6 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from jaxrun import rundir
 from jaxrun.alive import status_of
 from jaxrun.config import ConfigError, flatten
 from jaxrun.guard import labels
@@ -51,17 +52,15 @@ class Watched:
         if size != self._events_size:
             self._events, self._events_size = list(read_lines(path)), size
         lines = status_lib.tail(self.workdir / METRICS)
-        starts = status_lib.read_json(self.workdir / "run.json").get("starts") or []
-        config = flatten(status_lib.read_json(self.workdir / "config.json"))
+        starts = status_lib.read_json(self.workdir / rundir.RUN).get("starts") or []
+        config = flatten(status_lib.read_json(self.workdir / rundir.CONFIG))
         state = status_of(self.workdir, self._events, lines, starts=starts, config=config, now=now)
-        folder = self.workdir / "checkpoints"
-        stored = [int(p.name) for p in folder.iterdir() if p.name.isdecimal()] if folder.is_dir() else []
-        known = labels(self._events, step=-1, healthy_since=0, healthy_steps=0)
+        known = labels(self._events)
         return Snapshot(
             workdir=self.workdir, now=now, status=state, events=self._events, lines=lines,
             series=self._follower.read(self._events), config=config,
             start=starts[-1] if starts else {}, goodput=goodput(self._events, now=now if state.is_up else None),
-            checkpoints={step: known.get(step, "pending") for step in sorted(stored)},
+            checkpoints={step: known.get(step, "pending") for step in rundir.stored_steps(self.workdir)},
             is_sampled=self._follower.is_sampled, devices=status_lib.latest(status_lib.device_lines(self.workdir)),
         )  # fmt: skip
 
@@ -86,7 +85,7 @@ class Snapshot:
 
     def last(self, key: str) -> Any:
         """The newest value of a key that is not null."""
-        return next((line[key] for line in reversed(self.lines) if line.get(key) is not None), None)
+        return status_lib.newest(self.lines, key)
 
     @property
     def num_steps(self) -> int | None:

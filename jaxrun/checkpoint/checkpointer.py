@@ -25,6 +25,7 @@ from jaxrun.checkpoint import manifest as manifests
 from jaxrun.checkpoint.fingerprint import fingerprints, named_leaves
 from jaxrun.checkpoint.manifest import ArrayRecord, CheckpointDamaged, Manifest
 from jaxrun.config import ConfigError
+from jaxrun.sharding import on_any
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -130,11 +131,11 @@ class Checkpointer:
         if self._commit is not None and self._commit is not self._waited_for:
             futures.wait([self._commit], timeout=self._busy_wait_s)
             self._waited_for = self._commit
-        if _on_any_process(self._commit is not None and not self._commit.done()):
+        if on_any(self._commit is not None and not self._commit.done()):
             self._on_event("checkpoint_failed", {"step": step, "reason": "previous save still running"})
             return 0.0
         path = self._directory / str(step)
-        if _on_any_process(step in self._current and _is_committed(path)):
+        if on_any(step in self._current and _is_committed(path)):
             return 0.0
         started = time.perf_counter()
         try:
@@ -346,7 +347,7 @@ class Checkpointer:
                     self._set_aside(path, "superseded" if _is_committed(path) else "damaged")
             except OSError as error:
                 problem = error
-        if _on_any_process(problem is not None):
+        if on_any(problem is not None):
             raise problem or OSError("process 0 could not prepare the checkpoint folder")
 
     def _delete(self, path: Path) -> None:
@@ -451,12 +452,6 @@ def _one_line(error: BaseException) -> str:
 # Decisions that all processes have to take alike.
 
 
-def _on_any_process(flag: bool) -> bool:
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.int32(flag))))
-
-
 def _from_chief(number: int) -> int:
     if jax.process_count() == 1:
         return number
@@ -475,6 +470,6 @@ def _checked(check: Callable[[], T]) -> T:
         result = check()
     except CheckpointDamaged as error:
         damage = error
-    if _on_any_process(damage is not None):
+    if on_any(damage is not None):
         raise damage or CheckpointDamaged(["another process found the checkpoint damaged; its log says where"])
     return result

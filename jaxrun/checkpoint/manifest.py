@@ -20,6 +20,7 @@ import xxhash
 
 import jaxrun
 from jaxrun.config import ConfigError
+from jaxrun.journal import sync
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -92,7 +93,7 @@ def commit(directory: Path, *, step: int, arrays: Mapping[str, ArrayRecord], hos
     with ThreadPoolExecutor(_STREAMS) as pool:
         records = list(pool.map(lambda name: _record(directory / name, sync=True), names))
     for folder, _, _ in os.walk(directory, topdown=False):
-        _sync(Path(folder))
+        sync(Path(folder))
     manifest = Manifest(
         step=step,
         time=time.time(),
@@ -107,8 +108,8 @@ def commit(directory: Path, *, step: int, arrays: Mapping[str, ArrayRecord], hos
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(directory / MANIFEST)
-    _sync(directory)
-    _sync(directory.parent)
+    sync(directory)
+    sync(directory.parent)
     return manifest
 
 
@@ -251,11 +252,3 @@ def _record(path: Path, *, sync: bool = False, drop_cache: bool = False) -> File
             digest.update(buffer[:count])
             size_bytes += count
     return FileRecord(size_bytes=size_bytes, xxh3_128=digest.hexdigest())
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

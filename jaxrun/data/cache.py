@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxrun.journal import sync
+
 
 def cache_root(cache_dir: str | None) -> Path:
     """`cache_dir` if given, else $XDG_CACHE_HOME/jaxrun, else ~/.cache/jaxrun."""
@@ -29,23 +31,14 @@ def publish(folder: Path, fill: Callable[[Path], None]) -> Path:
     try:
         fill(draft)
         for path in draft.iterdir():
-            _sync(path)
-        _sync(draft)
+            sync(path)
+        sync(draft)
         try:
             draft.rename(folder)
         except OSError:
             if not folder.is_dir():
                 raise
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return folder
-
-
-def _sync(path: Path) -> None:
-    """A rename may reach the disk before the data it renames: not if these went first."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

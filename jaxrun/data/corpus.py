@@ -15,6 +15,7 @@ import xxhash
 
 from jaxrun.config import ConfigError
 from jaxrun.data import sources
+from jaxrun.data.sources import HEAD_BYTES, PACKED, is_binary
 
 # A piece is as long as this, and then up to the next end of a line, document or row group.
 PIECE_BYTES = 1 << 20
@@ -26,7 +27,6 @@ _TEXT_CUT = re.compile(rb"\n(?=[A-Za-z0-9])")
 _TEXT_SEARCH_BYTES = 1 << 20
 
 Kind = Literal["text", "jsonl", "parquet"]
-PACKED = (".gz", ".zst")
 
 
 class Piece(NamedTuple):
@@ -64,15 +64,6 @@ class Problem(NamedTuple):
 
 # What never counts as damage: there is nothing in it to lose.
 EMPTY = "empty"
-
-
-# Of a file, what is looked at to tell text from others.
-HEAD_BYTES = 8192
-
-
-def is_binary(head: bytes | bytearray) -> bool:
-    """git's test, by the first bytes of a file."""
-    return b"\0" in head[:HEAD_BYTES]
 
 
 def kind_of(path: Path) -> Kind:

@@ -41,6 +41,7 @@ from jaxrun.data.hf_tokenizer import END_OF_TEXT, LEAST_VOCAB, FileTokenizer, op
 from jaxrun.data.process import end_with_parent
 from jaxrun.data.shards import FORMAT, MANIFEST, PART, SKIPPED, TOKENIZER, Shards, read_manifest
 from jaxrun.data.tokenizer import SEPARATOR, ByteTokenizer
+from jaxrun.journal import sync
 
 log = logging.getLogger("jaxrun")
 
@@ -180,9 +181,9 @@ def prepare(inputs: Sequence[str], output: Path, options: Options, *, workers: i
         summary = work.run(workers, progress)
         for path in (draft / _PROGRESS, draft / _INPUTS, draft / "lock"):
             path.unlink(missing_ok=True)
-        _sync(draft)
+        sync(draft)
         draft.rename(output)
-        _sync(output.parent)
+        sync(output.parent)
     return f"{output}: {summary}"
 
 
@@ -558,14 +559,6 @@ def _write(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,11 @@ _BLOCK_BYTES = 128 * 1024
 _ZSTD_BLOCK_BYTES = 1024
 
 
+PACKED = (".gz", ".zst")
+# Of a file, what is looked at to tell text from others.
+HEAD_BYTES = 8192
+
+
 class Document(NamedTuple):
     """One text. `chunks` yields its UTF-8 bytes once, and has to be exhausted before the next document is
     taken.
@@ -67,9 +72,14 @@ def content_hash(path: Path) -> str:
     return hasher.hexdigest()
 
 
+def is_binary(head: bytes | bytearray) -> bool:
+    """git's test, by the first bytes of a file."""
+    return b"\0" in head[:HEAD_BYTES]
+
+
 def kind(path: Path) -> str:
     """jsonl or text, by the name under a .gz or .zst."""
-    inner = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+    inner = path.with_suffix("") if path.suffix in PACKED else path
     return "jsonl" if inner.suffix in (".jsonl", ".ndjson") else "text"
 
 
@@ -111,7 +121,7 @@ def decode_utf8(document: Document, path: Path) -> Iterator[str]:
 
 def _text(path: Path) -> Iterator[bytes]:
     for n, chunk in enumerate(unpacked(path)):
-        if n == 0 and b"\0" in chunk[:8192]:  # git's test for a binary file
+        if n == 0 and is_binary(chunk):
             raise ConfigError(
                 f"{path}: is binary, not text; leave it out of config.data.source, say with a glob such as **/*.txt"
             )

@@ -298,7 +298,7 @@ def lr_scale(memory: Memory, step: int, reach: Reach) -> float:
 
 
 def labels(
-    events: Iterable[Mapping[str, Any]], *, step: int, healthy_since: int, healthy_steps: int
+    events: Iterable[Mapping[str, Any]], *, step: int = -1, healthy_since: int = 0, healthy_steps: int = 0
 ) -> dict[int, Label]:
     """What each stored checkpoint is worth, by its step; step 0 needs no label.
 
@@ -309,7 +309,7 @@ def labels(
 
     Args:
       events: the journal, oldest first.
-      step: the last step that the guard has judged.
+      step: the last step that the guard has judged; -1: not asked, the labels are as the journal has them.
       healthy_since: the last step in trouble so far (`Guard.healthy_since`).
     """
     known: dict[int, Label] = {}

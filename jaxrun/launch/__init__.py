@@ -4,7 +4,7 @@ Nothing here loads JAX before it is needed: the supervisor never does.
 """
 
 from jaxrun.launch.alert import Alert, alert_words
-from jaxrun.launch.distributed import agree, cache_compilations, fail_alone, of_each, on_any, start
+from jaxrun.launch.distributed import agree, cache_compilations, fail_alone, of_each, start
 from jaxrun.launch.heartbeat import Heartbeat
 from jaxrun.launch.lock import RunLock
 from jaxrun.launch.stop import StopRequest
@@ -19,6 +19,5 @@ __all__ = [
     "cache_compilations",
     "fail_alone",
     "of_each",
-    "on_any",
     "start",
 ]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxrun.config import ConfigError
+from jaxrun.launch.exits import BAD_CONFIG
 from jaxrun.launch.heap import keep_heap
 from jaxrun.launch.xla_flags import set_gpu_flags
 
@@ -76,7 +77,7 @@ def fail_alone(error: Exception) -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(78 if isinstance(error, ConfigError) else 1)
+    os._exit(BAD_CONFIG if isinstance(error, ConfigError) else 1)
 
 
 def cache_compilations(folder: Path) -> None:
@@ -139,17 +140,6 @@ def of_each(value: str) -> list[str]:
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     rows = np.asarray(multihost_utils.process_allgather(padded)).astype(np.uint8)
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
-
-
-def on_any(flag: bool) -> bool:
-    """Whether it is so on any process, on every process."""
-    import jax
-
-    if jax.process_count() == 1:
-        return flag
-    from jax.experimental import multihost_utils
-
-    return bool(np.any(multihost_utils.process_allgather(np.int32(flag))))
 
 
 def _broadcast(data: bytes) -> bytes:

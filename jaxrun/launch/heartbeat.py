@@ -15,9 +15,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxrun.journal import HEARTBEATS
+
 log = logging.getLogger("jaxrun")
 
-FOLDER = "heartbeats"
 PHASES = ("start_up", "compile", "restore", "step", "checkpoint", "evaluation", "recovery")
 # Asks a trainer for the stacks of all its threads.
 DUMP_SIGNAL = signal.SIGUSR2
@@ -113,11 +114,11 @@ def read_heartbeat(path: Path) -> Beat | None:
 
 
 def heartbeat_path(workdir: Path, process_index: int) -> Path:
-    return workdir / FOLDER / f"{process_index}.json"
+    return workdir / HEARTBEATS / f"{process_index}.json"
 
 
 def stacks_path(workdir: Path, process_index: int) -> Path:
-    return workdir / FOLDER / f"{process_index}.stacks.txt"
+    return workdir / HEARTBEATS / f"{process_index}.stacks.txt"
 
 
 def process_index() -> int:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +24,14 @@ from types import FrameType
 from typing import Any
 
 from jaxrun.config import Config, LaunchConfig
-from jaxrun.journal import LineFile
+from jaxrun.journal import HEARTBEATS, LineFile
 from jaxrun.launch.alert import Alert
-from jaxrun.launch.heartbeat import DUMP_SIGNAL, FOLDER, SUPERVISOR, process_index, stacks_path
-from jaxrun.launch.watch import Lookout, Patience, Seen, process_state
+from jaxrun.launch.exits import BAD_CONFIG, FINISHED, GAVE_UP, STOPPED
+from jaxrun.launch.heartbeat import DUMP_SIGNAL, SUPERVISOR, process_index, stacks_path
+from jaxrun.launch.watch import STEPS_SEEN, Lookout, Patience, Seen, process_state
 
 log = logging.getLogger("jaxrun")
 
-# The trainer's exit codes: docs/recovery.md.
-FINISHED, GAVE_UP, STOPPED, BAD_CONFIG = 0, 70, 75, 78
 CRASH_LOOP = UNKILLABLE = 1
 
 _POLL_S = 0.25
@@ -135,7 +135,7 @@ class Supervisor:
         self._signal: int | None = None
         self._asked_at = 0.0
         self._killed = False
-        self._steps_s: Any = None
+        self._steps_s: deque[float] = deque(maxlen=STEPS_SEEN)  # of all starts
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
@@ -175,10 +175,7 @@ class Supervisor:
         # A session of its own: a signal to this process's group is ours to pass on, and its data workers end with it.
         child = self._child = subprocess.Popen(self._command, env=environment, start_new_session=True)
         self._say("start", number=starts, pid=child.pid)
-        patience = Patience(self._config, child.pid, before.beat)
-        if self._steps_s is not None:
-            patience.steps_s = self._steps_s
-        self._steps_s = patience.steps_s
+        patience = Patience(self._config, child.pid, before.beat, self._steps_s)
         if self._signal is not None:  # it came in between
             self._pass_on()
         hang = self._watch(child, patience)
@@ -239,7 +236,7 @@ class Supervisor:
         path = stacks_path(self._workdir, self._process)
         self._say(
             "hang", pid=child.pid, why=wrong, phase=patience.phase, step=patience.step, state=state,
-            stacks=f"{FOLDER}/{path.name}",
+            stacks=f"{HEARTBEATS}/{path.name}",
         )  # fmt: skip
         self._tell("hang", patience.step, why=wrong, phase=patience.phase)
         if state != "T":  # a stopped process handles no signal

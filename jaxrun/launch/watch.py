@@ -20,6 +20,8 @@ _MOST_S = 2.0
 # Steps that the loop sends to the device before it waits for one (LAG of train.py). The first beats after any other
 # phase tell how fast it sends, milliseconds a step; not before the third has a step ended in between.
 _AHEAD = 2
+# Of so many steps, the last, the median is taken.
+STEPS_SEEN = 64
 # What was written is hashed, and then read back; each may take as long as the write, whose own limit is save_timeout_s.
 _SAVE_PASSES = 3
 
@@ -141,7 +143,7 @@ class Patience:
     config: LaunchConfig
     pid: int
     stale: Beat | None = None
-    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_SEEN))
     idle_s: float = 0.0
     stopped_s: float = 0.0
     phase: str = "start_up"

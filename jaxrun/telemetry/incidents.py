@@ -218,6 +218,14 @@ class _Teller:
                 self._fault_text = None
         return last
 
+    @property
+    def _going_on(self) -> Incident | None:
+        return self._found[-1] if self._found and not self._found[-1].is_over else None
+
+    def _beside(self, incident: Incident) -> None:
+        """Adds one that is over; what was going on goes on after it."""
+        self._found.insert(len(self._found) - (self._going_on is not None), incident)
+
     def _on_start(self, event: Event) -> None:
         self._is_up, self._step = True, event["step"]
 
@@ -228,8 +236,7 @@ class _Teller:
             incident.seen.append("the process died without a word")
             incident.decided.append(f"went on from step {event['step']}")
             incident.steps_lost, incident.attempts = max(0, self._step - event["step"]), [event["attempt"]]
-            # What was going on goes on after it.
-            self._found.insert(len(self._found) - bool(self._found and not self._found[-1].is_over), incident)
+            self._beside(incident)
         self._on_start(event)
 
     def _on_finished(self, event: Event) -> None:
@@ -251,9 +258,9 @@ class _Teller:
 
     def _on_spike(self, event: Event) -> None:
         if event.get("over"):
-            if self._found and not self._found[-1].is_over:
-                self._found[-1].decided.append("waited; it went by")
-                self._found[-1].is_over = True
+            if (incident := self._going_on) is not None:
+                incident.decided.append("waited; it went by")
+                incident.is_over = True
             return
         incident = self._open(event, "spike", event.get("onset"))
         if incident.kind in (*_REASONS, "spike") and not incident.attempts:
@@ -354,7 +361,7 @@ class _Teller:
             "checkpoint_rejected",
         ):
             incident = Incident(event.get("time", 0.0), event["step"], event["step"], key, [seen], is_over=True)
-            self._found.insert(len(self._found) - bool(self._found and not self._found[-1].is_over), incident)
+            self._beside(incident)
         else:
             same.why[:] = [f"told of until step {event['step']}"]
 

@@ -12,13 +12,11 @@ from typing import Any
 
 import psutil
 
-from jaxrun.journal import LineFile
+from jaxrun.journal import DEVICES, LineFile
 from jaxrun.telemetry.health import problems
 from jaxrun.telemetry.nvml import Nvml, Reading, pci_bus_ids
 
 log = logging.getLogger("jaxrun")
-
-FOLDER = "devices"
 
 
 class Sampler:
@@ -32,7 +30,7 @@ class Sampler:
     def __init__(self, workdir: Path, process: int, *, every_s: float, nvml: Nvml | None = None):
         self._nvml, self._every_s = nvml, every_s
         self._about = {"process": process, "host": socket.gethostname()}
-        self._path = workdir / FOLDER / f"{process}.jsonl"
+        self._path = workdir / DEVICES / f"{process}.jsonl"
         self._file: LineFile | None = None
         self._failures = 0
         self._last: dict[int, Reading] = {}

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxrun.journal import EVENTS, METRICS
+from jaxrun.journal import DEVICES, EVENTS, HEARTBEATS, METRICS
 
 State = Literal["empty", "starting", "running", "finished", "gave up", "stopped", "sent back", "dead"]
 
@@ -94,7 +94,7 @@ def _step(events: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]
 def last_write(workdir: Path) -> float | None:
     """When a trainer last wrote into its metrics, its journal or its heartbeats; unix seconds."""
     times = []
-    for path in (workdir / METRICS, workdir / EVENTS, *_listed(workdir / "heartbeats")):
+    for path in (workdir / METRICS, workdir / EVENTS, *_listed(workdir / HEARTBEATS)):
         try:
             times.append(path.stat().st_mtime)
         except OSError:  # not there, or gone by now
@@ -141,8 +141,13 @@ def spread(path: Path, num_bytes: int, pieces: int = 64) -> list[dict[str, Any]]
 
 def device_lines(workdir: Path, num_bytes: int = _TAIL_BYTES, *, read: Callable[..., list[Any]] = tail) -> list[Any]:
     """Lines of every process's devices/<process>.jsonl, by time: the last ones, or with `spread` all over."""
-    found = [line for path in _listed(workdir / "devices") if path.suffix == ".jsonl" for line in read(path, num_bytes)]
+    found = [line for path in _listed(workdir / DEVICES) if path.suffix == ".jsonl" for line in read(path, num_bytes)]
     return sorted(found, key=lambda line: line.get("time", 0))
+
+
+def newest(lines: Sequence[Mapping[str, Any]], key: str) -> Any:
+    """The last value of a key that is not null, in lines that are oldest first; None if there is none."""
+    return next((line[key] for line in reversed(lines) if line.get(key) is not None), None)
 
 
 def latest(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

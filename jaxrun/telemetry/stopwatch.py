@@ -28,9 +28,6 @@ class Stopwatch:
         self._open = [base]
         self._spent_s = collections.defaultdict(float, {base: ran_s})
 
-    def on(self, cause: str) -> contextlib.AbstractContextManager[None]:
-        return self._span(cause)
-
     def rebase(self, cause: str) -> None:
         """What is not in a span is booked under `cause` from now on."""
         self._settle()
@@ -47,13 +44,9 @@ class Stopwatch:
             self._spent_s[cause] -= seconds
             self._spent_s[to] += seconds
 
-    @property
-    def cause(self) -> str:
-        """What time is booked under now."""
-        return self._open[-1]
-
     @contextlib.contextmanager
-    def _span(self, cause: str) -> Iterator[None]:
+    def on(self, cause: str) -> Iterator[None]:
+        """Around what is booked under `cause`."""
         self._settle()
         self._open.append(cause)
         try:

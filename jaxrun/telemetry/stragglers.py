@@ -72,7 +72,7 @@ class Exchange:
     """Rows of float32 that every process tells the others, without waiting: a device array, to be read later."""
 
     def __init__(self, mesh: jax.sharding.Mesh, width: int):
-        self._mesh, self._shape = mesh, (mesh.size, width)
+        self._shape = (mesh.size, width)
         self._by_device = NamedSharding(mesh, P(mesh.axis_names))
         self._gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 from jaxrun.data import Loader, tokens
 
 from .conftest import Opener
-from .corpus import jsonl, write
+from .corpus import jsonl, read_sparse, write
 
 
 @pytest.fixture
@@ -111,29 +109,9 @@ def test_a_read_that_keeps_failing_is_an_error(
         dataset.rows(0, [0], 1)
 
 
-_PEAK = """
-import resource, sys, time
-from jaxrun.config import DataConfig
-from jaxrun.data import open_dataset
-import grain
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-before = peak()
-dataset = open_dataset(DataConfig(source=sys.argv[1]), seq_len=1024, vocab_size=256, seed=0)
-for i in (0, 1000, 10_000_000):
-    assert dataset.rows(i, range(32), 32).weights.all()
-print((peak() - before) // 1024, dataset.num_train_sequences)
-"""
-
-
 @pytest.mark.slow
 def test_memory_does_not_grow_with_20_gigabytes(tmp_path: Path) -> None:
-    path = tmp_path / "sparse.bin"
-    with open(path, "wb") as file:
-        file.truncate(20 << 30)
-    run = subprocess.run(
-        [sys.executable, "-c", _PEAK, str(path)], capture_output=True, text=True, check=True, timeout=120
-    )
-    grown_mb, sequences = map(int, run.stdout.split())
+    grown_mb, sequences = read_sparse(tmp_path / "sparse.bin", 20 << 30)
     assert sequences == (int((10 << 30) * 0.95) - 1) // 1024
     assert grown_mb < 100
 

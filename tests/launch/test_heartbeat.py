@@ -92,7 +92,7 @@ def test_no_disk_can_stop_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_folder_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / heartbeat_lib.FOLDER).write_text("in the way")
+    (tmp_path / heartbeat_lib.HEARTBEATS).write_text("in the way")
     heartbeat = Heartbeat(tmp_path, 3)
     heartbeat.beat(1, "step")
     heartbeat.close()
