@@ -73,7 +73,7 @@ def build(abstract_state: Any, mesh: jax.sharding.Mesh) -> Replicas | None:
         return None
 
     def local(*shards: jax.Array) -> jax.Array:
-        return jnp.stack([fingerprint(x) for x in shards])[None]
+        return jnp.stack([fingerprint(x, tuple(range(x.ndim))) for x in shards])[None]
 
     specs = tuple(leaves[name].sharding.spec for name in names)
     by_device = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names), check_vma=False)

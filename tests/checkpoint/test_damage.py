@@ -18,12 +18,16 @@ from .states import abstract, bits, make_state
 
 Opener = Callable[..., Checkpointer]
 
-# One of each kind that Orbax and jaxrun write; {} stands for a name that is a random number.
+# Every kind that Orbax and jaxrun write; damage is done to the first of a kind. A scalar's data is `c`, a vector's c/0.
 FILES = [
     "_CHECKPOINT_METADATA", "commit_success.txt", "manifest.json", "state/_METADATA", "state/_sharding",
-    "state/array_metadatas/process_0", "state/d/*", "state/manifest.ocdbt", "state/ocdbt.process_0/d/*",
-    "state/ocdbt.process_0/manifest.ocdbt",
+    "state/array_metadatas/process_0", "state/*/zarr.json", "state/*/c", "state/*/c/?", "state/*/c/?/?",
 ]  # fmt: skip
+DATA = "state/params.w/c/3/0"
+
+
+def of_kind(checkpoint: Path, pattern: str) -> list[Path]:
+    return sorted(p for p in checkpoint.glob(pattern) if p.is_file() and p.stat().st_size)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +82,7 @@ def fall_back(directory: Path, open_checkpoints: Opener, events: Recorder) -> di
 
 def test_the_list_of_files_is_complete(two: Path) -> None:
     present = {p for p in (two / "2").rglob("*") if p.is_file() and p.stat().st_size}
-    assert present == {p for pattern in FILES for p in (two / "2").glob(pattern)}
+    assert present == {p for pattern in FILES for p in of_kind(two / "2", pattern)}
 
 
 @pytest.mark.parametrize("damage", [flip_one_bit, truncate, append, delete, duplicate])
@@ -86,7 +90,7 @@ def test_the_list_of_files_is_complete(two: Path) -> None:
 def test_damage_to_any_file_is_noticed_and_the_older_one_is_used(
     two: Path, open_checkpoints: Opener, events: Recorder, pattern: str, damage: Callable[[Path], None]
 ) -> None:
-    (path,) = (two / "2").glob(pattern)
+    path = of_kind(two / "2", pattern)[0]
     damage(path)
     problems = verify(two / "2")
     assert len(problems) == 1
@@ -159,7 +163,7 @@ def test_a_missing_candidate_is_reported_and_passed_over(two: Path, open_checkpo
 
 
 def test_a_named_step_that_is_damaged_raises_and_stays_where_it_is(two: Path, open_checkpoints: Opener) -> None:
-    (path,) = (two / "2").glob("state/ocdbt.process_0/d/*")
+    path = two / "2" / DATA
     flip_one_bit(path)
     with pytest.raises(CheckpointDamaged, match="content differs from what was saved") as caught:
         open_checkpoints().restore(2, abstract())
@@ -168,7 +172,7 @@ def test_a_named_step_that_is_damaged_raises_and_stays_where_it_is(two: Path, op
 
 
 def test_describe_sees_sizes_and_names_but_reads_no_contents(two: Path) -> None:
-    (data,) = (two / "2").glob("state/ocdbt.process_0/d/*")
+    data = two / "2" / DATA
     flip_one_bit(data)
     assert describe(two / "2").hashes == "recorded"
     truncate(data)
