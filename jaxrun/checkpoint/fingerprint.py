@@ -54,7 +54,8 @@ def fingerprint(x: jax.Array, whole_dims: tuple[int, ...] = ()) -> jax.Array:
         for _ in range(3):
             dim = next((d for d in whole_dims if mixed.shape[d] % 2 == 0 and mixed.shape[d]), None)
             if dim is not None:
-                mixed = sum(jnp.split(mixed, 2, axis=dim))
+                first, second = jnp.split(mixed, 2, axis=dim)
+                mixed = first + second
     return jnp.sum(mixed, dtype=jnp.uint32)
 
 
