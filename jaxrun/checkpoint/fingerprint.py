@@ -52,9 +52,9 @@ def fingerprint(x: jax.Array, whole_dims: tuple[int, ...] = ()) -> jax.Array:
         # XLA:CPU vectorises additions but no reduction. Three are seven times as fast as none; the fourth no longer
         # fuses. Halves of a split dim would have to travel.
         for _ in range(3):
-            dim = next((d for d in whole_dims if mixed.shape[d] % 2 == 0 and mixed.shape[d]), None)
-            if dim is not None:
-                first, second = jnp.split(mixed, 2, axis=dim)
+            even = [d for d in whole_dims if mixed.shape[d] and mixed.shape[d] % 2 == 0]
+            if even:
+                first, second = jnp.split(mixed, 2, axis=even[0])
                 mixed = first + second
     return jnp.sum(mixed, dtype=jnp.uint32)
 
