@@ -21,7 +21,7 @@ def load(
     config: Config, workdir: Path, step: int | None
 ) -> tuple[int, models.Params, step_lib.Functions, jax.sharding.Mesh]:
     """A checkpoint's parameters, split over this process's devices by fsdp."""
-    launch.cache_compilations(cache_root(config.data.cache_dir) / "xla")
+    launch.start_alone(cache_root(config.data.cache_dir) / "xla")
     mesh = sharding.make_mesh(sharding.resolve(MeshConfig(data=1, fsdp=-1), len(jax.devices())))
     fns = step_lib.build(config)
     with jax.set_mesh(mesh):

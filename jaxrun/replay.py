@@ -111,7 +111,7 @@ def replay(config: Config, workdir: Path, step: int, attempt: int | None = None)
     Raises:
       ConfigError: no such step, or other data than the run's.
     """
-    launch.cache_compilations(cache_root(config.data.cache_dir) / "xla")
+    launch.start_alone(cache_root(config.data.cache_dir) / "xla")
     steps = read_steps(workdir)
     of_attempt = steps if attempt is None else steps[steps["attempt"] == attempt]
     ran = of_attempt[of_attempt["step"] == step]

@@ -4,7 +4,7 @@ Nothing here loads JAX before it is needed: the supervisor never does.
 """
 
 from jaxrun.launch.alert import Alert, alert_words
-from jaxrun.launch.distributed import agree, cache_compilations, fail_alone, of_each, start
+from jaxrun.launch.distributed import agree, cache_compilations, fail_alone, of_each, start, start_alone
 from jaxrun.launch.heartbeat import Heartbeat
 from jaxrun.launch.lock import RunLock
 from jaxrun.launch.stop import StopRequest
@@ -20,4 +20,5 @@ __all__ = [
     "fail_alone",
     "of_each",
     "start",
+    "start_alone",
 ]

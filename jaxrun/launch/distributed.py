@@ -57,6 +57,14 @@ def start(heartbeat_timeout_s: int = 30, join_timeout_s: float = 300.0) -> None:
         jax.distributed.initialize(**timeouts)
 
 
+def start_alone(cache: Path) -> None:
+    """For what one process does with a run afterwards: the backend as `start` sets it up, so that the same program gives the
+    same bits, and compiled programs kept in `cache`."""
+    set_gpu_flags()
+    keep_heap()
+    cache_compilations(cache)
+
+
 def fail_alone(error: Exception) -> None:
     """Where this process is one of several, ends it at once, with 78 for a `ConfigError` and else 1; else does nothing.
 

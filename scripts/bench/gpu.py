@@ -5,7 +5,8 @@
 Every row is a process of its own, one after another: jaxrun's compiled step with each attention and each remat policy,
 and a PyTorch Llama (transformers; SDPA, torch.compile, bfloat16 autocast). MFU counts as jaxrun does (`telemetry.flops`)
 for both. A row that does not fit is reported as out of memory. --dry-run: shapes and programs are lowered here for a
-tiny batch and nothing is run, which needs no GPU. What guard and telemetry cost: scripts/bench/cost.py.
+tiny batch and nothing is run, which needs no GPU. At the end cost.py measures what guard and telemetry cost real runs of
+the 125M shape on text of the standard library (--cost-steps 0: not at all).
 """
 
 import argparse
@@ -14,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import _measure
@@ -116,6 +118,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--torch-python", default=sys.executable, help="a Python that has PyTorch and transformers")
+    parser.add_argument("--cost-steps", type=int, default=200, help="of each run with and without guard, or telemetry")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # a row, in a process of its own
     args = parser.parse_args()
@@ -146,6 +149,27 @@ def main() -> None:
         found = child(args.torch_python, {"torch": True, "model": model, "steps": args.steps, "flops": flops, "peak_flops": peak_flops})  # fmt: skip
         rows.append(cells("PyTorch Llama, SDPA, compiled", found))
         print(f"\n{model}\n\n{_measure.table(['', 'tokens/s', 'MFU', 'peak memory (GB)'], rows)}", flush=True)
+
+
+    if args.cost_steps:
+        cost(args.cost_steps)
+
+
+def cost(steps: int) -> None:
+    """The quickstart's data and schedule, in the shape of the 125M model."""
+    here = Path(__file__).parent
+    layers, width, heads, _, d_ff, vocab, context, batch = MODELS["125M"]
+    shape = {
+        "model.num_layers": layers, "model.d_model": width, "model.num_heads": heads, "model.d_ff": d_ff, "model.vocab_size": vocab,
+        "model.dtype": "bfloat16", "model.scan_layers": "true", "train.seq_len": context, "train.batch_size": batch,
+    }  # fmt: skip
+    for what in ("guard", "telemetry"):
+        command = [
+            sys.executable, here / "cost.py", what, here.parents[1] / "configs/quickstart.py", f"--steps={steps}", "--rounds=4",
+            *(f"--config.{path}={value}" for path, value in shape.items()),
+        ]  # fmt: skip
+        print(flush=True)
+        subprocess.run([str(word) for word in command], check=False)  # a table less is no reason to lose the others
 
 
 def cells(name: str, found: dict[str, float] | str) -> list[str]:

@@ -76,6 +76,11 @@ def left_alone(base: Config, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return config, workdir
 
 
+def test_nothing_is_compiled_a_second_time_not_even_by_a_recovery(left_alone: tuple[Config, Path]) -> None:
+    assert events(left_alone[1], "rewind")
+    assert events(left_alone[1], "recompiled") == []
+
+
 @pytest.mark.parametrize("kind", ["triage_started", "rewind", "window_examined"])
 def test_killed_in_the_middle_of_a_recovery_the_next_start_ends_the_same(
     left_alone: tuple[Config, Path], tmp_path: Path, kind: str
