@@ -32,8 +32,10 @@ T = TypeVar("T")
 
 _DELETING = ".deleting"
 
-# Orbax 0.12 warns at every save that files of a kind that it was told not to write are not there.
-logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in str(record.msg))
+# Orbax 0.12 misses, at every save and restore, the files of the kind that it was told not to write. Whether all are there
+# is checked by the manifest.
+_NEEDLESS = ("Skipping merge of OCDBT", "TensorStore data files not found")
+logging.getLogger("absl").addFilter(lambda record: not any(words in str(record.msg) for words in _NEEDLESS))
 
 
 @dataclass(frozen=True, kw_only=True)

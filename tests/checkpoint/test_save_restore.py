@@ -80,6 +80,17 @@ def test_a_replicated_array_is_written_once(open_checkpoints: Opener, events: Re
     assert x.nbytes <= events[0][1]["bytes"] < 1.1 * x.nbytes
 
 
+def test_neither_a_save_nor_a_restore_warns_of_anything(
+    open_checkpoints: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = open_checkpoints()
+    with caplog.at_level(logging.WARNING):
+        checkpoints.save(1, make_state(), {}, wait=True)
+        checkpoints.restore(1, abstract())
+        checkpoints.save(2, make_state(), {}, wait=True)
+    assert caplog.messages == []
+
+
 def test_orbax_itself_can_load_a_checkpoint(open_checkpoints: Opener, directory: Path) -> None:
     state = make_state()
     open_checkpoints().save(5, state, {}, wait=True)
