@@ -70,6 +70,8 @@ def _log_to_stderr() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     handler.setLevel(logging.INFO)
+    for earlier in log.handlers:  # of another run in this process
+        earlier.close()
     log.handlers = [handler]
     log.propagate = False
     log.setLevel(logging.DEBUG)
