@@ -294,7 +294,28 @@ def test_a_job_goes_back_into_the_queue_where_another_start_can_help(
     done = lab.run("slurm/train.sbatch", "--config", "a.py", "--workdir", "my run", SLURM_JOB_ID="17")
     assert done.returncode == code
     assert lab.calls("scontrol") == (["requeue 17"] if requeued else [])
-    assert lab.calls("srun") == ["--kill-on-bad-exit=1 jaxrun supervise --config a.py --workdir my run"]
+    (call,) = lab.calls("srun")
+    assert call.startswith("--kill-on-bad-exit=1 bash -c ")
+    assert call.endswith(" task jaxrun supervise --config a.py --workdir my run")
+
+
+def test_a_step_that_does_not_end_after_a_task_has_failed_is_ended(lab: Lab) -> None:
+    """What the task does is done by srun here; scancel signals the batch script."""
+    lab.program("srun", '#!/bin/bash\nshift\n"$@"\nexec sleep 100\n')
+    lab.program("scancel", '#!/bin/sh\n[ "$*" = "--batch --signal=USR1 17" ] && kill -USR1 "$(cat "{lab}/batch")"\n')
+    lab.program("jaxrun", "#!/bin/sh\nexit 75\n")
+    lab.program("scontrol", FAKE_SCONTROL)
+    command = [
+        "bash",
+        "-c",
+        f'echo $$ > "{lab.folder}/batch"; exec "$@"',
+        "x",
+        *map(str, lab.command("slurm/train.sbatch")),
+    ]
+    started = time.monotonic()
+    subprocess.run(command, env=lab.environment(SLURM_JOB_ID="17", JAXRUN_STEP_WAIT="1"), check=False, timeout=60)
+    assert time.monotonic() - started < 50
+    assert lab.calls("scontrol") == ["requeue 17"]
 
 
 def test_a_crash_loop_that_other_starts_did_not_mend_ends_the_job(lab: Lab) -> None:

@@ -150,7 +150,6 @@ def main() -> None:
         rows.append(cells("PyTorch Llama, SDPA, compiled", found))
         print(f"\n{model}\n\n{_measure.table(['', 'tokens/s', 'MFU', 'peak memory (GB)'], rows)}", flush=True)
 
-
     if args.cost_steps:
         cost(args.cost_steps)
 
