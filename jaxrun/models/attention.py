@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrun.config import ConfigError, ModelConfig
 
@@ -15,19 +16,23 @@ from jaxrun.config import ConfigError, ModelConfig
 _MASKED = -1e30
 
 
-def rope_frequencies(head_dim: int, cfg: ModelConfig) -> jax.Array:
+# The largest table of angles that is a constant of the program: 8,192 positions of heads of 128.
+_TABLE_SIZE = 1 << 19
+
+
+def rope_frequencies(head_dim: int, cfg: ModelConfig) -> np.ndarray:
     """Radians per position for each pair of features, [H/2] (Su et al. 2021, arXiv:2104.09864).
 
     With `rope_llama3_scaling`, wavelengths beyond the 8,192 positions of Llama 3 are stretched by 8, those below a
     quarter of it kept, and those between interpolated (The Llama 3 Herd of Models, section 3.4.2, and its code).
     """
-    freq = cfg.rope_theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    freq = cfg.rope_theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if not cfg.rope_llama3_scaling:
-        return freq
+        return freq.astype(np.float32)
     factor, low, high, context = 8.0, 1.0, 4.0, 8192.0
     turns = context * freq / (2 * math.pi)  # of this pair over the original context
-    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1 - kept) * freq / factor + kept * freq
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return ((1 - kept) * freq / factor + kept * freq).astype(np.float32)
 
 
 def positions(segments_BT: jax.Array) -> jax.Array:
@@ -46,9 +51,15 @@ def positions(segments_BT: jax.Array) -> jax.Array:
 def rope(x_BTNH: jax.Array, cfg: ModelConfig, positions_BT: jax.Array | None = None) -> jax.Array:
     """Turns feature pair (i, i + H/2) at position t by t times its frequency; None: positions are 0, 1, 2, …"""
     T, H = x_BTNH.shape[1], x_BTNH.shape[-1]
-    place = (jnp.arange(T) if positions_BT is None else positions_BT).astype(jnp.float32)
-    angle = place[..., None] * rope_frequencies(H, cfg)  # [T, H/2] or [B, T, H/2]
-    cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
+    if positions_BT is None and T * H // 2 <= _TABLE_SIZE:
+        # XLA:CPU would work out sines again for every row and head, in the loops that use them: a constant is made once.
+        # In float64, so that it is the same on every host.
+        angle_TH = (np.arange(T, dtype=np.float32)[:, None] * rope_frequencies(H, cfg)).astype(np.float64)
+        cos, sin = (f(angle_TH).astype(np.float32)[:, None, :] for f in (np.cos, np.sin))
+    else:
+        place = (jnp.arange(T) if positions_BT is None else positions_BT).astype(jnp.float32)
+        angle = place[..., None] * rope_frequencies(H, cfg)  # [T, H/2] or [B, T, H/2]
+        cos, sin = jnp.cos(angle)[..., None, :], jnp.sin(angle)[..., None, :]
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BTNH.dtype)
 

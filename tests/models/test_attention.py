@@ -14,7 +14,7 @@ from . import reference
 
 attention = jax.jit(attention_lib.attention, static_argnames="implementation")
 rope = jax.jit(attention_lib.rope, static_argnums=1)
-rope_frequencies = jax.jit(attention_lib.rope_frequencies, static_argnums=(0, 1))
+rope_frequencies = attention_lib.rope_frequencies
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:

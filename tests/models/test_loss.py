@@ -133,8 +133,9 @@ def test_a_loss_in_chunks_holds_a_fraction_of_the_memory() -> None:
     print(
         f"temporary memory of the loss and its gradient: {whole / 1e6:.0f} MB whole, {chunked / 1e6:.0f} MB by 256 tokens"
     )
-    assert whole > B * T * V * 4
-    assert chunked < 0.25 * whole
+    logits = B * T * V * 4
+    assert whole >= logits
+    assert chunked < 0.3 * logits
 
 
 def test_in_bfloat16_the_heads_gradient_is_summed_over_the_chunks_in_float32() -> None:
