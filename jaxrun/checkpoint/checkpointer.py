@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import absl.logging
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -35,7 +36,7 @@ _DELETING = ".deleting"
 # Orbax 0.12 misses, at every save and restore, the files of the kind that it was told not to write. Whether all are there
 # is checked by the manifest.
 _NEEDLESS = ("Skipping merge of OCDBT", "TensorStore data files not found")
-logging.getLogger("absl").addFilter(lambda record: not any(words in str(record.msg) for words in _NEEDLESS))
+absl.logging.get_absl_logger().addFilter(lambda record: not any(words in str(record.msg) for words in _NEEDLESS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,7 +394,7 @@ def _save_async(path: Path, state: Any, timeout_s: float) -> Any:
 
     context = ocp.Context()
     context.array.saving.use_compression = False  # weights hardly compress, and zstd is slower than a disk
-    context.array.saving.use_ocdbt = False  # its one file for many arrays is written at a quarter of a disk's speed
+    context.array.saving.use_ocdbt = False  # its one file for many arrays is written at a fifth of a disk's speed
     context.asynchronous.timeout_secs = max(1, int(timeout_s))
     # Where a folder cannot be created, Orbax's threads would wait for it for 20 minutes, holding the host copy.
     context.asynchronous.create_directories_asynchronously = False

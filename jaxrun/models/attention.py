@@ -48,14 +48,22 @@ def positions(segments_BT: jax.Array) -> jax.Array:
     return place_T - jax.lax.cummax(begins_BT, axis=1)
 
 
+@functools.lru_cache(maxsize=8)
+def _rope_table(seq_len: int, head_dim: int, cfg: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines [T, 1, H/2] as constants: XLA:CPU would work them out again for every row and head, in the loops
+    that use them. The angles are float32, as in a program; their cosines come from float64, as NumPy's float32 ones differ
+    from one processor to another.
+    """
+    angle_TH = np.arange(seq_len, dtype=np.float32)[:, None] * rope_frequencies(head_dim, cfg)
+    cos_TH, sin_TH = (f(angle_TH.astype(np.float64)).astype(np.float32) for f in (np.cos, np.sin))
+    return cos_TH[:, None], sin_TH[:, None]
+
+
 def rope(x_BTNH: jax.Array, cfg: ModelConfig, positions_BT: jax.Array | None = None) -> jax.Array:
     """Turns feature pair (i, i + H/2) at position t by t times its frequency; None: positions are 0, 1, 2, …"""
     T, H = x_BTNH.shape[1], x_BTNH.shape[-1]
     if positions_BT is None and T * H // 2 <= _TABLE_SIZE:
-        # XLA:CPU would work out sines again for every row and head, in the loops that use them: a constant is made once.
-        # In float64, so that it is the same on every host.
-        angle_TH = (np.arange(T, dtype=np.float32)[:, None] * rope_frequencies(H, cfg)).astype(np.float64)
-        cos, sin = (f(angle_TH).astype(np.float32)[:, None, :] for f in (np.cos, np.sin))
+        cos, sin = map(jnp.asarray, _rope_table(T, H, cfg))
     else:
         place = (jnp.arange(T) if positions_BT is None else positions_BT).astype(jnp.float32)
         angle = place[..., None] * rope_frequencies(H, cfg)  # [T, H/2] or [B, T, H/2]

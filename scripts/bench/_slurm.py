@@ -251,6 +251,6 @@ class JobRig:
 
 def job_environment(words: Sequence[str] = (sys.executable, "-m", "jaxrun.cli")) -> dict[str, str]:
     return {
-        "JAXRUN": " ".join(words), "JAXRUN_STEP_WAIT": "10", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1",
+        "JAXRUN": " ".join(words), "JAXRUN_STEP_WAIT": "20", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1",
         "PYTHONPATH": str(ROOT),
     }  # fmt: skip
