@@ -69,7 +69,7 @@ FAULTS_PER_RUN = 10
 DISK_BYTES = 24 << 20
 DISK_FULL_S = 1.0
 # Longer than this without a step after a strike: the run is lost.
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 # The run that times are compared with has to end first, on a busy machine as well.
 UNDISTURBED_S = 600.0
 KINDS = {
