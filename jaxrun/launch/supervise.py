@@ -7,6 +7,7 @@ did is in WORKDIR/supervisor.jsonl, a file of its own: the journal has one write
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import queue
@@ -31,6 +32,9 @@ from jaxrun.launch.heartbeat import DUMP_SIGNAL, SUPERVISOR, process_index, stac
 from jaxrun.launch.watch import STEPS_SEEN, Lookout, Patience, Seen, process_state
 
 log = logging.getLogger("jaxrun")
+
+# prctl(2): processes whose parent has died become children of this one, and not of process 1.
+_PR_SET_CHILD_SUBREAPER = 36
 
 CRASH_LOOP = UNKILLABLE = 1
 
@@ -142,6 +146,8 @@ class Supervisor:
         """The exit code."""
         heard = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         before = {n: signal.signal(n, self._on_signal) for n in heard if signal.getsignal(n) != signal.SIG_IGN}
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._say("supervising", command=self._command, supervisor_pid=os.getpid())
         starts = idle_starts = 0
         try:
@@ -398,13 +404,16 @@ def _end_group(group: int) -> None:
     """Ends what a trainer that is dead has started, and left.
 
     Not by SIGKILL at once: Python's resource tracker, which lives as long as a process that uses it and ignores
-    SIGTERM, removes the shared memory of data workers that nobody else would.
+    SIGTERM, removes the shared memory of data workers that nobody else would. What has ended is reaped here: process 1 may
+    take a second, for which the group would seem to live on.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         for number in (0, signal.SIGTERM):
             os.killpg(group, number)
             until = time.monotonic() + _LEAVE_S
             while time.monotonic() < until:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(-group, os.WNOHANG)
                 os.killpg(group, 0)  # raises once it is gone
                 time.sleep(0.01)
         os.killpg(group, signal.SIGKILL)
