@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrun.guard import labels
 from jaxrun.journal import EVENTS, read_lines, read_steps
-from jaxrun.rundir import write_atomically
+from jaxrun.rundir import stored_steps, write_atomically
 
 REPORT = "gave_up.md"
 
@@ -26,8 +26,8 @@ def text(workdir: Path) -> str:
     events = list(read_lines(workdir / EVENTS))
     end = next(e for e in reversed(events) if e["kind"] == "gave_up")
     known = labels(events)
-    stored = {p.name for p in (workdir / "checkpoints").glob("*")}
-    good = [s for s, label in known.items() if label == "good" and s < end["onset"] and str(s) in stored]
+    stored = stored_steps(workdir)
+    good = [s for s, label in known.items() if label == "good" and s < end["onset"] and s in stored]
     windows = [e for e in events if e["kind"] == "window_skipped"]
     first = min([e["first_batch"] for e in windows], default=end["onset"] - 1)
     last = max([e["end_batch"] for e in windows], default=end["step"])

@@ -38,7 +38,7 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 @partial(jax.jit, static_argnums=1)
-def fingerprint(x: jax.Array, whole_dims: tuple[int, ...] = ()) -> jax.Array:
+def fingerprint(x: jax.Array, whole_dims: tuple[int, ...]) -> jax.Array:
     """Of one array; see `fingerprints`. `whole_dims`: those that no mesh axis splits; which are named changes the
     speed, never the result."""
     words = _words(x)
@@ -52,7 +52,7 @@ def fingerprint(x: jax.Array, whole_dims: tuple[int, ...] = ()) -> jax.Array:
         # XLA:CPU vectorises additions but no reduction. Three are seven times as fast as none; the fourth no longer
         # fuses. Halves of a split dim would have to travel.
         for _ in range(3):
-            even = [d for d in whole_dims if mixed.shape[d] and mixed.shape[d] % 2 == 0]
+            even = [d for d in whole_dims if mixed.shape[d] % 2 == 0]
             if even:
                 first, second = jnp.split(mixed, 2, axis=even[0])
                 mixed = first + second

@@ -15,7 +15,6 @@ from jaxrun.config import ConfigError, ModelConfig
 # In place of the scores that a query may not see. Finite: a row without a visible key is no NaN.
 _MASKED = -1e30
 
-
 # The largest table of angles that is a constant of the program: 8,192 positions of heads of 128.
 _TABLE_SIZE = 1 << 19
 
