@@ -16,8 +16,12 @@ from jaxrun.checkpoint import Checkpointer
 
 from .conftest import Recorder
 
-# Orbax never awaits the rest of a save that failed early.
-pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'OrbaxLayout:RuntimeWarning")
+# Orbax never awaits the rest of a save that failed early: neither its own coroutines, nor TensorStore's writes, which
+# then report to an event loop that is closed.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:coroutine 'OrbaxLayout:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:(?s).*Event loop is closed:pytest.PytestUnraisableExceptionWarning"),
+]
 
 Opener = Callable[..., Checkpointer]
 
