@@ -106,22 +106,26 @@ def attention(
         raise ConfigError(
             f"config.model.attention: {implementation!r} is unknown; use auto, reference, blocked or cudnn"
         )
-    T, K, H = q_BTNH.shape[1], k_BTKH.shape[2], q_BTNH.shape[3]
-    # Head by head, the queries that share a key head side by side: the layout that matrix products want.
-    q_BKGTH = q_BTNH.reshape(-1, T, K, q_BTNH.shape[2] // K, H).transpose(0, 2, 3, 1, 4)
+    B, T, N, H = q_BTNH.shape
+    K = k_BTKH.shape[2]
+    G = N // K
+    # Head by head, the layout that matrix products want; row t G + g of R is query t of the g-th head that reads key head k.
+    q_BKRH = q_BTNH.reshape(B, T, K, G, H).swapaxes(1, 2).reshape(B, K, T * G, H)
     k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
     size = T if implementation == "reference" else block_size(T)
     parts = []
     for start in range(0, T, size):
         stop = min(T, start + size)
         first = 0 if window is None or size == T else max(0, start - window + 1)
-        rows, columns = slice(start, stop), slice(first, stop)
-        segments = None if segments_BT is None else (segments_BT[:, rows], segments_BT[:, columns])
-        block = functools.partial(_block, offset=start - first, window=window, soft_cap=soft_cap)
+        rows, columns = slice(start * G, stop * G), slice(first, stop)
+        segments = None
+        if segments_BT is not None:
+            segments = (jnp.repeat(segments_BT[:, start:stop], G, axis=1), segments_BT[:, columns])
+        block = functools.partial(_block, offset=start - first, group=G, window=window, soft_cap=soft_cap)
         run = block if implementation == "reference" else jax.checkpoint(block)
-        parts.append(run(q_BKGTH[..., rows, :], k_BKTH[..., columns, :], v_BKTH[..., columns, :], segments))
-    mixed_BKGTH = parts[0] if len(parts) == 1 else jnp.concatenate(parts, 3)
-    return mixed_BKGTH.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape)
+        parts.append(run(q_BKRH[:, :, rows], k_BKTH[:, :, columns], v_BKTH[:, :, columns], segments))
+    mixed_BKRH = parts[0] if len(parts) == 1 else jnp.concatenate(parts, 2)
+    return mixed_BKRH.reshape(B, K, T, G, H).swapaxes(1, 2).reshape(B, T, N, H)
 
 
 def block_size(seq_len: int) -> int:
@@ -129,21 +133,21 @@ def block_size(seq_len: int) -> int:
     return min(seq_len, max(64, -(-seq_len // 16)))
 
 
-def _block(q_BKGCH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, segments: tuple[jax.Array, jax.Array] | None, *, offset: int, window: int | None, soft_cap: float | None) -> jax.Array:  # fmt: skip
-    """C queries over S keys, of which query c may see those up to c + offset: [B, K, G, C, H]."""
-    B, K, G, C, H = q_BKGCH.shape
-    S = k_BKSH.shape[2]
-    scores = jnp.einsum("BKRH,BKSH->BKRS", q_BKGCH.reshape(B, K, G * C, H), k_BKSH, preferred_element_type=jnp.float32)
-    scores_BKGCS = scores.reshape(B, K, G, C, S) / math.sqrt(H)
+def _block(q_BKRH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, segments: tuple[jax.Array, jax.Array] | None, *, offset: int, group: int, window: int | None, soft_cap: float | None) -> jax.Array:  # fmt: skip
+    """R queries over S keys -> [B, K, R, H]; query r sees keys up to offset + r // group, and only those of its segment.
+
+    Of four dimensions throughout: a fifth for the heads that share keys costs XLA:CPU an eighth more time.
+    """
+    (R, H), S = q_BKRH.shape[2:], k_BKSH.shape[2]
+    scores_BKRS = jnp.einsum("BKRH,BKSH->BKRS", q_BKRH, k_BKSH, preferred_element_type=jnp.float32) / math.sqrt(H)
     if soft_cap is not None:
-        scores_BKGCS = soft_cap * jnp.tanh(scores_BKGCS / soft_cap)
-    ahead_CS = jnp.arange(S) - jnp.arange(C)[:, None] - offset  # of the query's own position
-    visible = ahead_CS <= 0 if window is None else (ahead_CS <= 0) & (ahead_CS > -window)
+        scores_BKRS = soft_cap * jnp.tanh(scores_BKRS / soft_cap)
+    ahead_RS = jnp.arange(S) - offset - jnp.arange(R)[:, None] // group  # of the query's own position
+    visible = ahead_RS <= 0 if window is None else (ahead_RS <= 0) & (ahead_RS > -window)
     if segments is not None:
-        visible = visible & (segments[0][:, None, None, :, None] == segments[1][:, None, None, None, :])
-    weights = jax.nn.softmax(jnp.where(visible, scores_BKGCS, _MASKED), -1).astype(v_BKSH.dtype)
-    mixed = jnp.einsum("BKRS,BKSH->BKRH", weights.reshape(B, K, G * C, S), v_BKSH)
-    return mixed.reshape(q_BKGCH.shape)
+        visible = visible & (segments[0][:, None, :, None] == segments[1][:, None, None, :])
+    weights_BKRS = jax.nn.softmax(jnp.where(visible, scores_BKRS, _MASKED), -1).astype(v_BKSH.dtype)
+    return jnp.einsum("BKRS,BKSH->BKRH", weights_BKRS, v_BKSH)
 
 
 def choose(dtype: Any, head_dim: int, *, soft_cap: float | None = None, segments: bool = False) -> str:

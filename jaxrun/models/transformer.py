@@ -49,8 +49,33 @@ class Linear(nnx.Module):
         kernel = self.kernel[...].astype(x.dtype)
         in_dims = kernel.ndim - self.out_dims
         rows, width = x.shape[: x.ndim - in_dims], math.prod(kernel.shape[:in_dims])
-        y = (x.reshape(-1, width) @ kernel.reshape(width, -1)).reshape(*rows, *kernel.shape[in_dims:])
+        y = product(x.reshape(-1, width), kernel.reshape(width, -1)).reshape(*rows, *kernel.shape[in_dims:])
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+@jax.custom_vjp
+def product(x_MK: jax.Array, w_KN: jax.Array) -> jax.Array:
+    """x w; on a CPU, w's gradient is taken with the narrower of its two factors on the left.
+
+    XLA:CPU sums over the rows of both there, and needs a fifth less time for (g^T x)^T than for x^T g where K > N.
+    """
+    return x_MK @ w_KN
+
+
+def _product_forward(x_MK: jax.Array, w_KN: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return x_MK @ w_KN, (x_MK, w_KN)
+
+
+def _product_backward(saved: tuple[jax.Array, jax.Array], g_MN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_MK, w_KN = saved
+    if w_KN.shape[0] > w_KN.shape[1] and jax.default_backend() == "cpu":
+        dw_KN = jax.lax.optimization_barrier(g_MN.T @ x_MK).T  # without the barrier, XLA turns the product round again
+    else:
+        dw_KN = x_MK.T @ g_MN
+    return g_MN @ w_KN.T, dw_KN
+
+
+product.defvjp(_product_forward, _product_backward)
 
 
 class Norm(nnx.Module):

@@ -3,7 +3,8 @@
     python scripts/bench/compare.py [--shapes gpt,llama] [--rounds 7] [--steps 5] [--torch-python PYTHON]
 
 Peers (peers.py; PyTorch and transformers are the extra `bench`): plain JAX, PyTorch eager and compiled; for the llama
-shape PyTorch's part is Hugging Face's Llama. Every peer is a process of its own that waits while another one runs.
+shape PyTorch's part is Hugging Face's Llama. Every peer is a process of its own that waits while another one runs; the
+first step of a turn, after the wait, is not counted: caches, and on a virtual machine memory, come back in it.
 Each is started twice: with an empty compilation cache and with the one that the first start filled; its start-up is
 from the start of the process to its first finished step.
 """
@@ -70,6 +71,7 @@ def compare(shape: str, names: list[str], args: argparse.Namespace, scratch: Pat
         peer.steps(2)
     for _ in range(args.rounds):
         for name, peer in peers.items():
+            peer.steps(1)
             seconds, losses[name], peaks[name] = peer.steps(args.steps)
             peer.seconds.append(seconds / args.steps)
     for peer in peers.values():
