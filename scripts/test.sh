@@ -16,7 +16,7 @@ tests() {
   # 5: the arguments select none of this half.
   if [ $status -ne 0 ] && [ $status -ne 5 ]; then code=$status; fi
 }
-# Two at a time: imports and compilations keep one core busy.
+# Most of what is slow starts programs, which import and compile on one core: two at a time.
 tests -m programs -n 2 --dist loadfile "$@"
-tests -m "not programs" -n 2 --dist loadfile "$@"
+tests -m "not programs" "$@"
 exit $code

@@ -27,8 +27,9 @@ SHAPE = re.compile(r"f32\[([\d,]*)\]")
 
 
 @functools.cache
-def compiled(num_layers: int = L, **sizes: int) -> Any:
-    config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, num_layers=num_layers))
+def compiled(num_layers: int = L, num_kv_heads: int = N, **sizes: int) -> Any:
+    model = dataclasses.replace(CONFIG.model, num_layers=num_layers, num_kv_heads=num_kv_heads)
+    config = dataclasses.replace(CONFIG, model=model)
     asked = dataclasses.asdict(MeshConfig(**{"data": 1, **sizes}))
     sharding.check(config, asked)
     num_devices = math.prod(asked.values())
@@ -103,6 +104,17 @@ def test_tensor_parallelism_reduces_activations_and_gathers_no_parameter() -> No
     for kind, shape in found:
         if kind == "all-gather":
             assert math.prod(shape) < D * F, shape
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_query_heads_are_split_where_there_are_fewer_key_heads_than_devices(num_kv_heads: int) -> None:
+    def scores(tensor: int) -> set[int]:
+        shapes = SHAPE.findall(compiled(num_kv_heads=num_kv_heads, tensor=tensor).as_text())
+        dims = [tuple(map(int, shape.split(","))) for shape in shapes if shape]
+        return {math.prod(d) // (B * T * T) for d in dims if d[-1] == T and math.prod(d) >= B * T * T}
+
+    assert max(scores(1)) == N
+    assert max(scores(4)) == 1
 
 
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor"])

@@ -1,4 +1,5 @@
-"""Rotary positions and causal grouped-query attention. Dimension letters: see `models.transformer`."""
+"""Rotary positions and causal grouped-query attention. Dimension letters: see `models.transformer`; G query heads a key head,
+C queries and S keys of a block, R = G C."""
 
 from __future__ import annotations
 
@@ -108,24 +109,24 @@ def attention(
         )
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
-    G = N // K
-    # Head by head, the layout that matrix products want; row t G + g of R is query t of the g-th head that reads key head k.
-    q_BKRH = q_BTNH.reshape(B, T, K, G, H).swapaxes(1, 2).reshape(B, K, T * G, H)
+    # Head by head, the layout that matrix products want; the G heads that share keys come before positions, so that they
+    # may be split over devices where the K heads cannot.
+    q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     k_BKTH, v_BKTH = k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
     size = T if implementation == "reference" else block_size(T)
     parts = []
     for start in range(0, T, size):
         stop = min(T, start + size)
         first = 0 if window is None or size == T else max(0, start - window + 1)
-        rows, columns = slice(start * G, stop * G), slice(first, stop)
-        segments = None
-        if segments_BT is not None:
-            segments = (jnp.repeat(segments_BT[:, start:stop], G, axis=1), segments_BT[:, columns])
-        block = functools.partial(_block, offset=start - first, group=G, window=window, soft_cap=soft_cap)
+        rows, columns = slice(start, stop), slice(first, stop)
+        q_BKRH = q_BKGTH[..., rows, :].reshape(B, K, -1, H)
+        segments = None if segments_BT is None else (segments_BT[:, rows], segments_BT[:, columns])
+        block = functools.partial(_block, group=N // K, offset=start - first, window=window, soft_cap=soft_cap)
         run = block if implementation == "reference" else jax.checkpoint(block)
-        parts.append(run(q_BKRH[:, :, rows], k_BKTH[:, :, columns], v_BKTH[:, :, columns], segments))
-    mixed_BKRH = parts[0] if len(parts) == 1 else jnp.concatenate(parts, 2)
-    return mixed_BKRH.reshape(B, K, T, G, H).swapaxes(1, 2).reshape(B, T, N, H)
+        mixed_BKRH = run(q_BKRH, k_BKTH[:, :, columns], v_BKTH[:, :, columns], segments)
+        parts.append(mixed_BKRH.reshape(B, K, N // K, stop - start, H))
+    mixed_BKGTH = parts[0] if len(parts) == 1 else jnp.concatenate(parts, 3)
+    return mixed_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
 def block_size(seq_len: int) -> int:
@@ -133,19 +134,21 @@ def block_size(seq_len: int) -> int:
     return min(seq_len, max(64, -(-seq_len // 16)))
 
 
-def _block(q_BKRH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, segments: tuple[jax.Array, jax.Array] | None, *, offset: int, group: int, window: int | None, soft_cap: float | None) -> jax.Array:  # fmt: skip
-    """R queries over S keys -> [B, K, R, H]; query r sees keys up to offset + r // group, and only those of its segment.
+def _block(q_BKRH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, segments: tuple[jax.Array, jax.Array] | None, *, group: int, offset: int, window: int | None, soft_cap: float | None) -> jax.Array:  # fmt: skip
+    """C queries of each of `group` heads, one head's after the other's in R, over S keys -> [B, K, R, H]. Query c sees the keys
+    up to c + offset that its window and its segment hold.
 
-    Of four dimensions throughout: a fifth for the heads that share keys costs XLA:CPU an eighth more time.
+    Of four dimensions throughout: XLA:CPU takes up to a sixth longer with a fifth, be it of size 1 (docs/performance.md).
     """
     (R, H), S = q_BKRH.shape[2:], k_BKSH.shape[2]
     scores_BKRS = jnp.einsum("BKRH,BKSH->BKRS", q_BKRH, k_BKSH, preferred_element_type=jnp.float32) / math.sqrt(H)
     if soft_cap is not None:
         scores_BKRS = soft_cap * jnp.tanh(scores_BKRS / soft_cap)
-    ahead_RS = jnp.arange(S) - offset - jnp.arange(R)[:, None] // group  # of the query's own position
+    place_R = jnp.tile(jnp.arange(R // group), group) + offset
+    ahead_RS = jnp.arange(S) - place_R[:, None]
     visible = ahead_RS <= 0 if window is None else (ahead_RS <= 0) & (ahead_RS > -window)
     if segments is not None:
-        visible = visible & (segments[0][:, None, :, None] == segments[1][:, None, None, :])
+        visible = visible & (jnp.tile(segments[0], group)[:, None, :, None] == segments[1][:, None, None, :])
     weights_BKRS = jax.nn.softmax(jnp.where(visible, scores_BKRS, _MASKED), -1).astype(v_BKSH.dtype)
     return jnp.einsum("BKRS,BKSH->BKRH", weights_BKRS, v_BKSH)
 

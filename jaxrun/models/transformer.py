@@ -54,25 +54,25 @@ class Linear(nnx.Module):
 
 
 @jax.custom_vjp
-def product(x_MK: jax.Array, w_KN: jax.Array) -> jax.Array:
-    """x w; on a CPU, w's gradient is taken with the narrower of its two factors on the left.
+def product(x_RI: jax.Array, w_IO: jax.Array) -> jax.Array:
+    """x w of R rows; on a CPU, w's gradient is taken with the narrower of its two factors on the left.
 
-    XLA:CPU sums over the rows of both there, and needs a fifth less time for (g^T x)^T than for x^T g where K > N.
+    XLA:CPU sums over the rows of both there, and needs a fifth less time for (g^T x)^T than for x^T g where x is the wider one.
     """
-    return x_MK @ w_KN
+    return x_RI @ w_IO
 
 
-def _product_forward(x_MK: jax.Array, w_KN: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return x_MK @ w_KN, (x_MK, w_KN)
+def _product_forward(x_RI: jax.Array, w_IO: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return x_RI @ w_IO, (x_RI, w_IO)
 
 
-def _product_backward(saved: tuple[jax.Array, jax.Array], g_MN: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x_MK, w_KN = saved
-    if w_KN.shape[0] > w_KN.shape[1] and jax.default_backend() == "cpu":
-        dw_KN = jax.lax.optimization_barrier(g_MN.T @ x_MK).T  # without the barrier, XLA turns the product round again
+def _product_backward(saved: tuple[jax.Array, jax.Array], g_RO: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_RI, w_IO = saved
+    if w_IO.shape[0] > w_IO.shape[1] and jax.default_backend() == "cpu":
+        dw_IO = jax.lax.optimization_barrier(g_RO.T @ x_RI).T  # without the barrier, XLA turns the product round again
     else:
-        dw_KN = x_MK.T @ g_MN
-    return g_MN @ w_KN.T, dw_KN
+        dw_IO = x_RI.T @ g_RO
+    return g_RO @ w_IO.T, dw_IO
 
 
 product.defvjp(_product_forward, _product_backward)

@@ -298,14 +298,19 @@ def test_dropout_is_the_same_scanned_and_unrolled(dropping: tuple[models.Params,
     )
 
 
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("dims", [(24, 8), (8, 24), (8, 8)], ids=["wide to narrow", "narrow to wide", "square"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_product_s_gradients_are_those_of_the_matrix_product_whichever_factor_is_on_the_left(dims: tuple[int, int], dtype: Any) -> None:  # fmt: skip
-    K, N = dims
-    x, w, g = (jax.random.normal(jax.random.key(i), s).astype(dtype) for i, s in enumerate([(32, K), (K, N), (32, N)]))
+    inputs, outputs = dims
+    shapes = [(32, inputs), dims, (32, outputs)]
+    x, w, g = (jax.random.normal(jax.random.key(i), shape).astype(dtype) for i, shape in enumerate(shapes))
     y, pull_back = jax.vjp(product, x, w)
     expected_y, expected_pull_back = jax.vjp(jnp.matmul, x, w)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == jnp.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for found, expected in zip((y, *pull_back(g)), (expected_y, *expected_pull_back(g)), strict=True):
         assert found.dtype == expected.dtype
         np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), **tolerance)
+    assert ("optimization_barrier" in str(jax.make_jaxpr(pull_back)(g))) == (inputs > outputs)
