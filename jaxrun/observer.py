@@ -60,6 +60,7 @@ class Observer:
         self._accounted_step = 0
         self._interval = Interval(self.spent)
         self._device_wait_s = self._data_wait_s = 0.0
+        self._checkpoints_failed = 0
 
         is_writer = jax.process_index() == 0
         self._metrics = MetricsWriter(workdir, tensorboard=t.tensorboard, attempt=attempt) if is_writer else None
@@ -154,6 +155,7 @@ class Observer:
             "lr_scale": flown.lr_scale,
             "update_applied": m.skip_reason == 0,
             "tokens": tokens,
+            "checkpoints_failed": self._checkpoints_failed,
             **speed,
             **self._efficiency.at(speed["step_time_s"]),
             **memory_stats(),
@@ -170,6 +172,10 @@ class Observer:
     def _wants_norms(self, step: int) -> bool:
         every = self._config.telemetry.norms_every
         return every > 0 and step % every == 0
+
+    def checkpoint_failed(self) -> None:
+        """One more checkpoint of this process could not be saved; every line says how many."""
+        self._checkpoints_failed += 1
 
     def evaluated(self, step: int, attempt: int, metrics: Mapping[str, float]) -> None:
         if self._metrics and self._progress:

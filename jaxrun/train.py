@@ -436,6 +436,8 @@ class Run:
 
     def _on_checkpoint_event(self, kind: str, fields: dict[str, Any]) -> None:
         bad = kind in ("checkpoint_failed", "checkpoint_rejected")
+        if kind == "checkpoint_failed":
+            self.observer.checkpoint_failed()
         log.log(logging.ERROR if bad else logging.DEBUG, "%s: %s", kind, fields)
         self._event(kind, **fields)
 

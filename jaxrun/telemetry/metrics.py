@@ -40,6 +40,7 @@ _PERFORMANCE = (
     "mfu",
     "hfu",
     "mfu_6n",
+    "checkpoints_failed",
 )
 _CHARTS = {
     "training": {

@@ -123,7 +123,7 @@ from jaxrun import cli
 from jaxrun.checkpoint import checkpointer
 save_async = checkpointer._save_async
 def full(path, *more):
-    if path.name == "200":
+    if path.name in ("120", "200"):
         raise OSError(28, "No space left on device", str(path))
     return save_async(path, *more)
 checkpointer._save_async = full
@@ -142,6 +142,9 @@ def test_a_run_whose_last_checkpoint_cannot_be_saved_has_not_finished(place: Pla
     assert done.returncode == 1
     assert "step 200 could not be saved; make room, and start it again" in done.stderr
     assert events(workdir, "finished") == []
+    assert [e["step"] for e in events(workdir, "checkpoint_failed")] == [120, NUM_STEPS]
+    failed = {line["step"]: line["checkpoints_failed"] for line in lines(workdir)}
+    assert (failed[119], failed[NUM_STEPS - 1]) == (0, 1)
     with place.train(workdir) as trainer:
         trainer.finish()
     assert [e["step"] for e in events(workdir, "resume")] == [160]
