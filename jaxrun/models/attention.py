@@ -119,12 +119,10 @@ def attention(
         stop = min(T, start + size)
         first = 0 if window is None or size == T else max(0, start - window + 1)
         rows, columns = slice(start, stop), slice(first, stop)
-        q_BKRH = q_BKGTH[..., rows, :].reshape(B, K, -1, H)
         segments = None if segments_BT is None else (segments_BT[:, rows], segments_BT[:, columns])
-        block = functools.partial(_block, group=N // K, offset=start - first, window=window, soft_cap=soft_cap)
+        block = functools.partial(_block, offset=start - first, window=window, soft_cap=soft_cap)
         run = block if implementation == "reference" else jax.checkpoint(block)
-        mixed_BKRH = run(q_BKRH, k_BKTH[:, :, columns], v_BKTH[:, :, columns], segments)
-        parts.append(mixed_BKRH.reshape(B, K, N // K, stop - start, H))
+        parts.append(run(q_BKGTH[..., rows, :], k_BKTH[:, :, columns], v_BKTH[:, :, columns], segments))
     mixed_BKGTH = parts[0] if len(parts) == 1 else jnp.concatenate(parts, 3)
     return mixed_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
@@ -134,23 +132,24 @@ def block_size(seq_len: int) -> int:
     return min(seq_len, max(64, -(-seq_len // 16)))
 
 
-def _block(q_BKRH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, segments: tuple[jax.Array, jax.Array] | None, *, group: int, offset: int, window: int | None, soft_cap: float | None) -> jax.Array:  # fmt: skip
-    """C queries of each of `group` heads, one head's after the other's in R, over S keys -> [B, K, R, H]. Query c sees the keys
-    up to c + offset that its window and its segment hold.
+def _block(q_BKGCH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, segments: tuple[jax.Array, jax.Array] | None, *, offset: int, window: int | None, soft_cap: float | None) -> jax.Array:  # fmt: skip
+    """C queries over S keys -> [B, K, G, C, H]. Query c sees the keys up to c + offset that its window and its segment hold.
 
-    Of four dimensions throughout: XLA:CPU takes up to a sixth longer with a fifth, be it of size 1 (docs/performance.md).
+    Scores have four dimensions, one head's queries after the other's in R: XLA:CPU takes up to a sixth longer with a fifth, be
+    it of size 1 (docs/performance.md).
     """
-    (R, H), S = q_BKRH.shape[2:], k_BKSH.shape[2]
+    B, K, G, C, H = q_BKGCH.shape
+    q_BKRH, S = q_BKGCH.reshape(B, K, G * C, H), k_BKSH.shape[2]
     scores_BKRS = jnp.einsum("BKRH,BKSH->BKRS", q_BKRH, k_BKSH, preferred_element_type=jnp.float32) / math.sqrt(H)
     if soft_cap is not None:
         scores_BKRS = soft_cap * jnp.tanh(scores_BKRS / soft_cap)
-    place_R = jnp.tile(jnp.arange(R // group), group) + offset
+    place_R = jnp.tile(jnp.arange(C), G) + offset
     ahead_RS = jnp.arange(S) - place_R[:, None]
     visible = ahead_RS <= 0 if window is None else (ahead_RS <= 0) & (ahead_RS > -window)
     if segments is not None:
-        visible = visible & (jnp.tile(segments[0], group)[:, None, :, None] == segments[1][:, None, None, :])
+        visible = visible & (jnp.tile(segments[0], G)[:, None, :, None] == segments[1][:, None, None, :])
     weights_BKRS = jax.nn.softmax(jnp.where(visible, scores_BKRS, _MASKED), -1).astype(v_BKSH.dtype)
-    return jnp.einsum("BKRS,BKSH->BKRH", weights_BKRS, v_BKSH)
+    return jnp.einsum("BKRS,BKSH->BKRH", weights_BKRS, v_BKSH).reshape(q_BKGCH.shape)
 
 
 def choose(dtype: Any, head_dim: int, *, soft_cap: float | None = None, segments: bool = False) -> str:

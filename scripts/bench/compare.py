@@ -67,8 +67,6 @@ def compare(shape: str, names: list[str], args: argparse.Namespace, scratch: Pat
         peer.close()
     peers = {name: start(name) for name in names}
     losses, peaks = {}, {}
-    for peer in peers.values():
-        peer.steps(2)
     for _ in range(args.rounds):
         for name, peer in peers.items():
             peer.steps(1)
